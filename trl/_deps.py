@@ -1,0 +1,49 @@
+"""Optional packages: what is installed, and what it can do. The only module that compares versions."""
+
+import importlib.metadata
+import importlib.util
+from functools import cache
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from trl.errors import MissingDependencyError
+
+# import name -> (distribution that provides it, extra of ours that installs it)
+_EXTRAS = {
+    "vllm": ("vllm", "vllm"),
+    "peft": ("peft", "peft"),
+    "math_verify": ("math-verify", "math-verify"),
+    "bitsandbytes": ("bitsandbytes", "quantization"),
+    "matplotlib": ("matplotlib", "plot"),
+}
+VLLM_VERSIONS = SpecifierSet(">=0.23.0,<0.34", prereleases=True)
+
+
+@cache
+def available(module: str) -> bool:
+    """Whether `module` can be imported. Nothing is imported to find out."""
+    return importlib.util.find_spec(module) is not None
+
+
+def version(distribution: str) -> Version | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return Version(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def require(module: str, purpose: str) -> None:
+    """Raise `MissingDependencyError` with the install command unless `module` can be imported.
+
+    Args:
+        module: import name, one of the optional packages.
+        purpose: what needs it, as the subject of the sentence, e.g. "`accuracy_reward`".
+    """
+    if available(module):
+        return
+    distribution, extra = _EXTRAS[module]
+    raise MissingDependencyError(
+        f"{purpose} needs the package `{distribution}`, which is not installed: run `pip install 'trl[{extra}]'`."
+    )
