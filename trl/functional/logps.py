@@ -1,0 +1,173 @@
+"""Log-probs and entropies of chosen tokens straight from hidden states and LM head.
+
+Logits exist for one chunk of tokens at a time, forward and backward: no (tokens x vocabulary) tensor is kept.
+Shapes: T tokens, H hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 22
+"""Logits of one chunk: 16 MiB in float32, small enough for a processor's cache, large enough to fill a GPU."""
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What happens to `hidden @ weight.T + bias` before the softmax.
+
+    Attributes:
+        scale: a model family's constant factor.
+        softcap: `softcap * tanh(logits / softcap)` when set.
+        temperature: divides the result.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def forward(self, raw: Tensor) -> Tensor:
+        """The logits. May overwrite `raw`."""
+        if self.softcap is None:
+            factor = self.scale / self.temperature
+            return raw if factor == 1.0 else raw.mul_(factor)
+        return raw.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+
+    def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """The gradient of `raw` from that of the logits. May overwrite `grad`."""
+        if self.softcap is None:
+            factor = self.scale / self.temperature
+            return grad if factor == 1.0 else grad.mul_(factor)
+        tanh = logits * (self.temperature / self.softcap)
+        return grad.mul_(1 - tanh**2).mul_(self.scale / self.temperature)
+
+
+def chosen_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target, and entropy of the distribution it comes from, both `[T]`, in nats.
+
+    Both are differentiable. Sums over the vocabulary run in float32 (float64 for float64 input).
+
+    Args:
+        hidden: `[T, H]`.
+        weight: `[V, H]`, `bias`: `[V]`.
+        targets: `[T]` token ids.
+        compute_dtype: type of the matrix products; the type of `hidden` when not given.
+    """
+    transform = transform or LogitTransform()
+    dtype = compute_dtype or hidden.dtype
+    # Cast outside of the function, where autograd casts the gradients back.
+    cast_bias = None if bias is None else bias.to(dtype)
+    return _ChosenLogps.apply(hidden.to(dtype), weight.to(dtype), cast_bias, targets, transform, chunk_elements)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    raw = torch.nn.functional.linear(hidden, weight, bias)
+    if raw.dtype in (torch.bfloat16, torch.float16):
+        raw = raw.float()
+    return transform.forward(raw)
+
+
+class _ChosenLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: LogitTransform,
+        chunk_elements: int,
+    ) -> tuple[Tensor, Tensor]:
+        chunk = max(1, chunk_elements // weight.shape[0])
+        normalizers, logps, entropies = [], [], []
+        with torch.autocast(hidden.device.type, enabled=False):
+            for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+                logits = _logits(h, weight, bias, transform)
+                chosen = logits.gather(1, y[:, None]).squeeze(1)
+                top = logits.amax(1, keepdim=True)
+                logits.sub_(top)
+                shares = logits.exp()
+                total = shares.sum(1)
+                log_total = total.log()
+                # H = log Z - E[logit], with logits relative to the largest one.
+                expected = torch.linalg.vecdot(shares, logits) / total
+                normalizer = log_total + top.squeeze(1)
+                normalizers.append(normalizer)
+                logps.append(chosen - normalizer)
+                entropies.append(log_total - expected)
+        empty = hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        normalizer, logp, entropy = (torch.cat(x) if x else empty for x in (normalizers, logps, entropies))
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        ctx.transform, ctx.chunk = transform, chunk
+        ctx.set_materialize_grads(False)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_logp, grad_entropy = grads
+        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        grad_logp = torch.zeros_like(normalizer) if grad_logp is None else grad_logp
+        accumulate = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=accumulate) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=accumulate) if bias is not None and ctx.needs_input_grad[2] else None
+        grad_hidden = torch.empty_like(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), ctx.chunk):
+                piece = slice(start, start + ctx.chunk)
+                h = hidden[piece]
+                grad = _logits_grad(
+                    _logits(h, weight, bias, ctx.transform),
+                    targets[piece],
+                    normalizer[piece],
+                    entropy[piece],
+                    grad_logp[piece],
+                    None if grad_entropy is None else grad_entropy[piece],
+                    ctx.transform,
+                )
+                if grad_bias is not None:
+                    grad_bias.add_(grad.sum(0))
+                grad = grad.to(hidden.dtype)
+                grad_hidden[piece] = grad @ weight
+                if grad_weight is not None and grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.T, h)
+                elif grad_weight is not None:
+                    grad_weight.add_(grad.T @ h)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _logits_grad(
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor,
+    grad_entropy: Tensor | None,
+    transform: LogitTransform,
+) -> Tensor:
+    """`[t, V]` gradient of the raw logits: `g_logp (onehot - p) - g_H p (log p + H)`, through the transform."""
+    # The transform's own derivative needs the logits again.
+    logp = logits - normalizer[:, None] if transform.softcap is not None else logits.sub_(normalizer[:, None])
+    coefficient = -grad_logp[:, None]
+    if grad_entropy is not None:
+        coefficient = coefficient - grad_entropy[:, None] * (logp + entropy[:, None])
+    grad = logp.exp_().mul_(coefficient) if grad_entropy is None else logp.exp().mul_(coefficient)
+    grad.scatter_add_(1, targets[:, None], grad_logp[:, None].to(grad.dtype))
+    return transform.backward(grad, logits)

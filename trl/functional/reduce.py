@@ -1,0 +1,73 @@
+"""Reductions over ragged batches, and estimators of the KL divergence.
+
+Shapes: N sequences, T tokens of all sequences; `seq_of_token` `[T]` says which sequence a token belongs to.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def segment_sum(values: Tensor, seq_of_token: Tensor, num_sequences: int) -> Tensor:
+    """`[N]` sum over each sequence's tokens. `values`: `[T]`."""
+    return values.new_zeros(num_sequences).index_add(0, seq_of_token, values)
+
+
+def segment_mean(values: Tensor, mask: Tensor, seq_of_token: Tensor, num_sequences: int) -> Tensor:
+    """`[N]` mean over each sequence's tokens where `mask` holds; 0 for a sequence without any."""
+    mask = mask.to(values.dtype)
+    count = segment_sum(mask, seq_of_token, num_sequences).clamp(min=1)
+    return segment_sum(values * mask, seq_of_token, num_sequences) / count
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """What the sums of one rank are divided by, so that micro-batches and ranks add up to the whole batch's loss.
+
+    Attributes:
+        sequences: sequences of one optimizer step, per rank.
+        tokens: loss tokens of one optimizer step, per rank: those of all ranks over the world size.
+        generation_tokens: the same, averaged over the optimizer steps of the generation batch.
+        max_length: `max_completion_length`.
+    """
+
+    sequences: float
+    tokens: float
+    generation_tokens: float
+    max_length: int
+
+
+def reduce_sequence_mean(terms: Tensor, mask: Tensor, seq_of_token: Tensor, norm: Normalizer) -> Tensor:
+    """Mean over sequences of the mean over tokens (GRPO, arXiv:2402.03300, eq. 3)."""
+    token_count = torch.bincount(seq_of_token, weights=mask.to(terms.dtype)).clamp(min=1).to(terms.dtype)
+    return (terms * mask / token_count[seq_of_token]).sum() / norm.sequences
+
+
+def reduce_step_token_mean(terms: Tensor, mask: Tensor, seq_of_token: Tensor, norm: Normalizer) -> Tensor:
+    """Mean over the tokens of the optimizer step."""
+    return (terms * mask).sum() / max(norm.tokens, 1)
+
+
+def reduce_generation_token_mean(terms: Tensor, mask: Tensor, seq_of_token: Tensor, norm: Normalizer) -> Tensor:
+    """Mean over the tokens of the generation batch (DAPO, arXiv:2503.14476, eq. 8)."""
+    return (terms * mask).sum() / max(norm.generation_tokens, 1)
+
+
+def reduce_fixed_length(terms: Tensor, mask: Tensor, seq_of_token: Tensor, norm: Normalizer) -> Tensor:
+    """Sum over tokens divided by a constant length (Dr. GRPO, arXiv:2503.20783)."""
+    return (terms * mask).sum() / (norm.sequences * norm.max_length)
+
+
+def reduce_sequence_sum(terms: Tensor, mask: Tensor, seq_of_token: Tensor, norm: Normalizer) -> Tensor:
+    """Mean over sequences of the sum over tokens (LUSPO)."""
+    return (terms * mask).sum() / norm.sequences
+
+
+def kl_k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from samples of the policy: `exp(d) - d - 1`, `d = ref - policy`.
+
+    Unbiased and never negative (Schulman, "Approximating KL divergence", 2020, k3).
+    """
+    d = ref_logps - logps
+    return torch.expm1(d) - d

@@ -1,0 +1,1 @@
+"""Completions from somewhere."""

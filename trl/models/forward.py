@@ -1,0 +1,249 @@
+"""From a roll-out batch to per-token log-probs. The one place that lays sequences out for a model.
+
+Packed where the model's attention can: every distinct prompt once, all completions behind, no padding. Otherwise whole
+sequences, right-padded. Both layouts compute the same numbers.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from trl.errors import NotSupportedError
+from trl.functional.logps import LogitTransform, chosen_logps
+from trl.models.attention import PACKED_ATTENTION, PackedLayout, Segment
+from trl.models.decode import SharedPromptCache
+from trl.models.shard import unwrap
+from trl.types import RolloutBatch
+
+
+@dataclass(frozen=True)
+class TokenLogps:
+    """Result of `token_logps`, in the batch's token order.
+
+    Attributes:
+        logps: `[T]` log-prob of each completion token.
+        entropies: `[T]` entropy of the distribution it comes from, in nats.
+        aux_loss: a mixture-of-experts model's balance loss, or None.
+    """
+
+    logps: Tensor
+    entropies: Tensor
+    aux_loss: Tensor | None = None
+
+
+def token_logps(
+    model: nn.Module,
+    batch: RolloutBatch,
+    *,
+    temperature: float = 1.0,
+    packed: bool = True,
+    fp32_head: bool = False,
+    with_aux_loss: bool = False,
+) -> TokenLogps:
+    """Log-prob and entropy of every completion token under `model`, differentiable.
+
+    Args:
+        model: a causal language model, wrapped for training or not.
+        temperature: divides the logits, as it did in sampling.
+        packed: lay sequences end to end; only for models that pass `supports_packing`.
+        fp32_head: compute the LM head's product in float32.
+        with_aux_loss: ask a mixture-of-experts model for its balance loss.
+    """
+    inputs, positions = (_packed_inputs if packed else _padded_inputs)(batch)
+    if with_aux_loss:
+        inputs["output_router_logits"] = True
+    with _captured_hidden_states(unwrap(model)) as captured:
+        output = model(**inputs, use_cache=False)
+    hidden = captured[0].flatten(0, -2)[positions]
+    logps, entropies = _head_logps(unwrap(model), hidden, batch.completion_ids, temperature, fp32_head)
+    return TokenLogps(logps, entropies, output.aux_loss if with_aux_loss else None)
+
+
+def prompt_logits(model: nn.Module, prompts: Sequence[Sequence[int]], cache: SharedPromptCache) -> Tensor:
+    """`[P, V]` logits after each prompt, computed in one packed row; the cache takes the keys and values."""
+    lengths = [len(p) for p in prompts]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    flat = torch.tensor([token for p in prompts for token in p], device=cache.device)
+    positions = torch.tensor([i for n in lengths for i in range(n)], device=cache.device)
+    layout = PackedLayout([Segment(s, n) for s, n in zip(starts, lengths, strict=True)], cache.device)
+    last = torch.tensor([s + n - 1 for s, n in zip(starts, lengths, strict=True)], device=cache.device)
+    return _next_token_logits(model, flat, positions, last, packed_layout=layout, shared_cache=cache)
+
+
+def step_logits(model: nn.Module, token_ids: Tensor, cache: SharedPromptCache) -> Tensor:
+    """`[N, V]` logits after each row took one more token, `token_ids` `[N]`."""
+    logits = _next_token_logits(model, token_ids, cache.positions(), slice(None), shared_cache=cache)
+    cache.length += 1
+    return logits
+
+
+def _next_token_logits(
+    model: nn.Module, token_ids: Tensor, position_ids: Tensor, wanted: Tensor | slice, **attention: Any
+) -> Tensor:
+    """Logits at the wanted places of one row, in float32."""
+    with _captured_hidden_states(unwrap(model)) as captured:
+        model(
+            input_ids=token_ids[None],
+            position_ids=position_ids[None],
+            attention_mask=_any_mask(token_ids.device),
+            use_cache=False,
+            **attention,
+        )
+    head = unwrap(model).get_output_embeddings()
+    raw = nn.functional.linear(captured[0][0, wanted].to(head.weight.dtype), head.weight, head.bias)
+    return logit_transform(unwrap(model)).forward(raw.float())
+
+
+def _any_mask(device: torch.device) -> Tensor:
+    """A mask of four dimensions, which a model takes as it is: the layout or cache decides in its place."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def logit_transform(model: PreTrainedModel, temperature: float = 1.0) -> LogitTransform:
+    """What the model's family does with its LM head's product before the softmax."""
+    config = model.config.get_text_config().to_dict()
+    scale = 1.0
+    if config.get("logit_scale") is not None:  # Cohere
+        scale = float(config["logit_scale"])
+    if config.get("logits_scaling") is not None:  # Granite
+        scale = 1.0 / float(config["logits_scaling"])
+    return LogitTransform(scale, config.get("final_logit_softcapping"), temperature)
+
+
+def supports_packing(model: PreTrainedModel) -> bool:
+    """Whether packed sequences of this model keep to themselves: tried on a few tokens, not looked up.
+
+    Two sequences share a row; the second must come out as it does alone, whatever the first one is. Models that mix
+    tokens elsewhere than in attention (convolutions, state spaces) fail this and are padded instead.
+    """
+    if model.config._attn_implementation != PACKED_ATTENTION:
+        return False
+    vocabulary = model.config.get_text_config().vocab_size
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            pack = _probe_batch([[3, 1, 4, 1, 5], [2, 7, 1]], vocabulary, device)
+            other = _probe_batch([[9, 2, 6, 5, 3], [2, 7, 1]], vocabulary, device)
+            packed, changed = (token_logps(model, b).logps[-2:].float() for b in (pack, other))
+            alone = token_logps(model, pack, packed=False).logps[-2:].float()
+    except NotSupportedError:
+        return False
+    finally:
+        model.train(training)
+    precise = next(model.parameters()).dtype == torch.float32
+    close = {"rtol": 1e-4, "atol": 1e-4} if precise else {"rtol": 3e-2, "atol": 3e-2}
+    return bool(torch.allclose(packed, changed, **close) and torch.allclose(packed, alone, **close))
+
+
+def _probe_batch(sequences: list[list[int]], vocabulary: int, device: torch.device) -> RolloutBatch:
+    """A batch whose sequences have a one-token prompt and the rest as completion."""
+    ids = [[token % vocabulary for token in sequence] for sequence in sequences]
+    completions = torch.tensor([token for sequence in ids for token in sequence[1:]], device=device)
+    return RolloutBatch(
+        prompt_ids=torch.tensor([sequence[0] for sequence in ids], device=device),
+        prompt_lengths=torch.ones(len(ids), dtype=torch.long),
+        prompt_of_seq=torch.arange(len(ids)),
+        completion_ids=completions,
+        completion_lengths=torch.tensor([len(sequence) - 1 for sequence in ids]),
+        loss_mask=torch.ones_like(completions, dtype=torch.bool),
+    )
+
+
+def _packed_inputs(batch: RolloutBatch) -> tuple[dict[str, Any], Tensor]:
+    """Model inputs of one row, and `[T]` where in it each completion token is predicted.
+
+    The row holds the distinct prompts, then the completions without their last token, which predicts nothing.
+    """
+    device = batch.device
+    prompt_lengths, lengths = batch.prompt_lengths, batch.completion_lengths
+    prompt_starts = torch.cumsum(prompt_lengths, 0) - prompt_lengths
+    inner = (lengths - 1).clamp(min=0)
+    num_prompt_tokens = int(prompt_lengths.sum())
+    starts = num_prompt_tokens + torch.cumsum(inner, 0) - inner
+
+    seq_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    offset = torch.arange(len(seq_of_token)) - (torch.cumsum(lengths, 0) - lengths)[seq_of_token]
+    last = offset == lengths[seq_of_token] - 1
+    prompt_of_token = batch.prompt_of_seq[seq_of_token]
+    before_first = (prompt_starts + prompt_lengths - 1)[prompt_of_token]
+    predicted_at = torch.where(offset == 0, before_first, starts[seq_of_token] + offset - 1)
+
+    prompt_positions = torch.arange(num_prompt_tokens) - torch.repeat_interleave(prompt_starts, prompt_lengths)
+    completion_positions = (prompt_lengths[prompt_of_token] + offset)[~last]
+    segments = [Segment(s, n) for s, n in zip(prompt_starts.tolist(), prompt_lengths.tolist(), strict=True)]
+    for start, length, prompt in zip(starts.tolist(), inner.tolist(), batch.prompt_of_seq.tolist(), strict=True):
+        segments.append(Segment(start, length, segments[prompt].start, segments[prompt].length))
+    inputs = {
+        "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids[~last.to(device)]])[None],
+        "position_ids": torch.cat([prompt_positions, completion_positions])[None].to(device),
+        "attention_mask": _any_mask(device),
+        "packed_layout": PackedLayout(segments, device),
+    }
+    return inputs, predicted_at.to(device)
+
+
+def _padded_inputs(batch: RolloutBatch) -> tuple[dict[str, Any], Tensor]:
+    """Model inputs of one right-padded row per sequence, and `[T]` where (flat) each completion token is predicted."""
+    prompts = batch.prompt_ids.split(batch.prompt_lengths.tolist())
+    completions = batch.completion_ids.split(batch.completion_lengths.tolist())
+    rows = [torch.cat([prompts[p], c[:-1]]) for p, c in zip(batch.prompt_of_seq.tolist(), completions, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows])
+    input_ids = pad_sequence(rows, batch_first=True)
+    width = input_ids.shape[1]
+    mask = (torch.arange(width) < lengths[:, None]).long().to(batch.device)
+    seq_of_token = torch.repeat_interleave(torch.arange(len(rows)), batch.completion_lengths)
+    offset = (
+        torch.arange(len(seq_of_token))
+        - (torch.cumsum(batch.completion_lengths, 0) - batch.completion_lengths)[seq_of_token]
+    )
+    first = batch.prompt_lengths[batch.prompt_of_seq] - 1
+    predicted_at = seq_of_token * width + first[seq_of_token] + offset
+    return {"input_ids": input_ids, "attention_mask": mask}, predicted_at.to(batch.device)
+
+
+@contextmanager
+def _captured_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """While active, the LM head hands its input over instead of computing logits."""
+    head = model.get_output_embeddings()
+    captured: list[Tensor] = []
+
+    def capture(hidden: Tensor) -> Tensor:
+        captured.append(hidden)
+        return hidden[..., :1]
+
+    head.forward = capture
+    try:
+        yield captured
+    finally:
+        del head.forward
+
+
+def _head_logps(
+    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float, fp32_head: bool
+) -> tuple[Tensor, Tensor]:
+    head = model.get_output_embeddings()
+    device = hidden.device.type
+    if fp32_head:
+        dtype = torch.float32
+    elif torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = (
+            torch.promote_types(hidden.dtype, head.weight.dtype) if hidden.dtype != head.weight.dtype else hidden.dtype
+        )
+    return chosen_logps(
+        hidden,
+        head.weight,
+        targets,
+        bias=head.bias,
+        transform=logit_transform(model, temperature),
+        compute_dtype=dtype,
+    )

@@ -1,0 +1,94 @@
+"""From a name or a module to a policy that is ready to train."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from trl.errors import ConfigError
+from trl.models.attention import PACKED_ATTENTION
+
+logger = logging.getLogger(__name__)
+
+# With these the model's own attention may be replaced by the packed form of the same computation.
+_PACKABLE = (None, "sdpa")
+
+
+def load_policy(
+    name: str, init_kwargs: dict[str, Any] | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The causal language model of this name or folder, in float32 unless `init_kwargs` says otherwise.
+
+    Raises:
+        ConfigError: the model cannot be found, or its attention implementation cannot be had.
+    """
+    kwargs = {"dtype": "float32", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    except OSError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigError(f"The model `{name}` cannot be loaded: {first_line}") from error
+    except ImportError as error:
+        wanted = kwargs.get("attn_implementation")
+        raise ConfigError(
+            f"The model `{name}` needs a package that is not installed"
+            f"{f' (attn_implementation={wanted!r})' if wanted else ''}: {error} "
+            "Install it, or choose `attn_implementation='sdpa'`."
+        ) from error
+
+
+def load_tokenizer(model: PreTrainedModel, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that stands beside the model on disk or hub.
+
+    Raises:
+        ConfigError: the model has no name, or no tokenizer stands there.
+    """
+    name = model.config._name_or_path
+    if not name:
+        raise ConfigError("The model was made in memory, so its tokenizer is unknown: pass `processing_class`.")
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"No tokenizer stands beside the model `{name}`: pass `processing_class`. ({error})"
+        ) from error
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Lets the model attend to packed sequences, where it uses PyTorch's attention and the interface for it."""
+    if model.config._attn_implementation not in _PACKABLE or not model._supports_attention_backend:
+        return
+    model.set_attn_implementation(PACKED_ATTENTION)
+
+
+def end_of_sequence_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id that ends a completion: those of the model's generation config, and the tokenizer's.
+
+    Raises:
+        ConfigError: there is none, so that no completion could ever end.
+    """
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = declared if isinstance(declared, (list, tuple)) else [declared]
+    found = frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
+    if not found:
+        raise ConfigError(
+            "Neither the tokenizer nor the model's generation config has an end-of-sequence token: set "
+            "`tokenizer.eos_token`."
+        )
+    return found
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout to zero: modules, and the probabilities that attention reads from attributes."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(vars(module).get("attention_dropout"), float):
+            module.attention_dropout = 0.0
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the first floating-point parameter."""
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())

@@ -1,0 +1,1 @@
+"""The trainers. Names are resolved by `trl`; import them from there."""

@@ -1,0 +1,183 @@
+"""The records that pass between the parts of the package, and the two protocols behind which backends hide.
+
+Shapes: N sequences, P distinct prompts, S prompt tokens of all distinct prompts, T completion tokens of all sequences.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """What an engine continues."""
+
+    token_ids: list[int]
+
+
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """How an engine continues a prompt.
+
+    Attributes:
+        n: completions per prompt.
+        max_tokens: most tokens of one completion.
+        temperature: divides the logits; 0 decodes greedily.
+        top_p, top_k, min_p: truncation of the distribution; 1.0, 0 and None keep everything.
+        repetition_penalty: 1.0 is off.
+        extra: further settings by the name `transformers.GenerationConfig` gives them.
+    """
+
+    n: int = 1
+    max_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class Completion:
+    """What an engine returns.
+
+    Attributes:
+        token_ids: the generated ids, including the end-of-sequence id where one was generated.
+        logps: log-prob of each token under the distribution it was sampled from.
+        finish_reason: `stop` for an end-of-sequence id, `length` for the token limit.
+        policy_version: which weights wrote it.
+    """
+
+    token_ids: list[int]
+    logps: list[float]
+    finish_reason: FinishReason
+    policy_version: int = 0
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One prompt with one completion."""
+
+    prompt_ids: list[int]
+    completion: Completion
+
+
+class WeightStream(Protocol):
+    """A re-iterable stream of named full tensors."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class Engine(Protocol):
+    """Completions from somewhere."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
+        """Yields `(prompt index, its n completions)` as they finish, in any order."""
+        ...
+
+    def update_weights(self, weights: WeightStream, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _per(axis: Literal["sequence", "token"], **options: Any) -> Any:
+    return field(metadata={"per": axis}, **options)
+
+
+@dataclass(slots=True)
+class RolloutBatch:
+    """A batch of sequences, flat: no padding, no left or right.
+
+    Distinct prompts are stored once; `prompt_of_seq` ties sequences to them. Lengths and `prompt_of_seq` live on the
+    CPU, where layouts are planned; everything per token lives on the device.
+
+    Attributes:
+        prompt_ids: `[S]` tokens of the distinct prompts, one after the other.
+        prompt_lengths: `[P]`.
+        prompt_of_seq: `[N]` which prompt a sequence continues.
+        completion_ids: `[T]` tokens of all completions, one after the other.
+        completion_lengths: `[N]`.
+        loss_mask: `[T]` bool: whether a token takes part in the loss.
+        advantages: `[N]`.
+        old_logps: `[T]` the trainer's log-probs at roll-out time; None when they equal the ones being trained.
+        ref_logps: `[T]` the reference model's.
+        sampling_logps: `[T]` the engine's.
+        correction: `[T]` sampler correction (`functional.importance`).
+        norm: what the loss divides by (`functional.reduce.Normalizer`).
+    """
+
+    prompt_ids: Tensor
+    prompt_lengths: Tensor
+    prompt_of_seq: Tensor = _per("sequence")
+    completion_ids: Tensor = _per("token")
+    completion_lengths: Tensor = _per("sequence")
+    loss_mask: Tensor = _per("token")
+    advantages: Tensor | None = _per("sequence", default=None)
+    old_logps: Tensor | None = _per("token", default=None)
+    ref_logps: Tensor | None = _per("token", default=None)
+    sampling_logps: Tensor | None = _per("token", default=None)
+    correction: Tensor | None = _per("token", default=None)
+    norm: Any = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.completion_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.completion_ids)
+
+    @property
+    def device(self) -> torch.device:
+        return self.completion_ids.device
+
+    @property
+    def seq_of_token(self) -> Tensor:
+        """`[T]` the sequence each completion token belongs to."""
+        index = torch.repeat_interleave(torch.arange(self.num_sequences), self.completion_lengths)
+        return index.to(self.device)
+
+    def select(self, sequences: Tensor) -> "RolloutBatch":
+        """The batch of the given sequences, in the given order. Prompts that none of them continues are left out.
+
+        Args:
+            sequences: `[K]` indices, on the CPU.
+        """
+        lengths = self.completion_lengths[sequences]
+        tokens = _ranges(_starts(self.completion_lengths)[sequences], lengths).to(self.device)
+        used, prompt_of_seq = torch.unique(self.prompt_of_seq[sequences], return_inverse=True)
+        prompt_tokens = _ranges(_starts(self.prompt_lengths)[used], self.prompt_lengths[used])
+        changes: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None and f.metadata.get("per") == "token":
+                changes[f.name] = value[tokens]
+            elif value is not None and f.metadata.get("per") == "sequence":
+                changes[f.name] = value[sequences.to(value.device)]
+        changes.update(
+            prompt_ids=self.prompt_ids[prompt_tokens.to(self.device)],
+            prompt_lengths=self.prompt_lengths[used],
+            prompt_of_seq=prompt_of_seq,
+        )
+        return replace(self, **changes)
+
+    def split(self, pieces: Iterable[Tensor]) -> list["RolloutBatch"]:
+        """One batch per index tensor."""
+        return [self.select(piece) for piece in pieces]
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    """`[K]` where each piece begins when pieces of these lengths follow one another."""
+    return torch.cumsum(lengths, 0) - lengths
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """`[sum(lengths)]` the indices `start, start + 1, …` of every piece."""
+    offsets = torch.arange(int(lengths.sum())) - torch.repeat_interleave(_starts(lengths), lengths)
+    return torch.repeat_interleave(starts, lengths) + offsets
