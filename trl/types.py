@@ -4,7 +4,7 @@ Shapes: N sequences, P distinct prompts, S prompt tokens of all distinct prompts
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -86,6 +86,23 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Normalizer:
+    """What the sums of one rank are divided by, so that micro-batches and ranks add up to the whole batch's loss.
+
+    Attributes:
+        sequences: sequences of one optimizer step, per rank.
+        tokens: loss tokens of one optimizer step, per rank: those of all ranks over the world size.
+        generation_tokens: the same, averaged over the optimizer steps of the generation batch.
+        max_length: `max_completion_length`.
+    """
+
+    sequences: float
+    tokens: float
+    generation_tokens: float
+    max_length: int
+
+
 def _per(axis: Literal["sequence", "token"], **options: Any) -> Any:
     return field(metadata={"per": axis}, **options)
 
@@ -109,7 +126,8 @@ class RolloutBatch:
         ref_logps: `[T]` the reference model's.
         sampling_logps: `[T]` the engine's.
         correction: `[T]` sampler correction (`functional.importance`).
-        norm: what the loss divides by (`functional.reduce.Normalizer`).
+        in_top_entropy: `[T]` bool: among the tokens of highest entropy, where only those are trained on.
+        norm: what the loss divides by.
     """
 
     prompt_ids: Tensor
@@ -123,7 +141,8 @@ class RolloutBatch:
     ref_logps: Tensor | None = _per("token", default=None)
     sampling_logps: Tensor | None = _per("token", default=None)
     correction: Tensor | None = _per("token", default=None)
-    norm: Any = None
+    in_top_entropy: Tensor | None = _per("token", default=None)
+    norm: "Normalizer | None" = None
 
     @property
     def num_sequences(self) -> int:
@@ -143,14 +162,18 @@ class RolloutBatch:
         index = torch.repeat_interleave(torch.arange(self.num_sequences), self.completion_lengths)
         return index.to(self.device)
 
+    def tokens_of(self, sequences: Tensor) -> Tensor:
+        """Where in `[T]` the tokens of the given sequences are, in the given order of sequences."""
+        starts = _starts(self.completion_lengths)[sequences]
+        return _ranges(starts, self.completion_lengths[sequences]).to(self.device)
+
     def select(self, sequences: Tensor) -> "RolloutBatch":
         """The batch of the given sequences, in the given order. Prompts that none of them continues are left out.
 
         Args:
             sequences: `[K]` indices, on the CPU.
         """
-        lengths = self.completion_lengths[sequences]
-        tokens = _ranges(_starts(self.completion_lengths)[sequences], lengths).to(self.device)
+        tokens = self.tokens_of(sequences)
         used, prompt_of_seq = torch.unique(self.prompt_of_seq[sequences], return_inverse=True)
         prompt_tokens = _ranges(_starts(self.prompt_lengths)[used], self.prompt_lengths[used])
         changes: dict[str, Any] = {}
@@ -167,9 +190,28 @@ class RolloutBatch:
         )
         return replace(self, **changes)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The fields as plain containers of tensors."""
+        state = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**state, "norm": None if self.norm is None else asdict(self.norm)}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> "RolloutBatch":
+        """The batch whose `state_dict` this is."""
+        placed = {
+            f.name: state[f.name].to(device)
+            for f in fields(cls)
+            if isinstance(state[f.name], Tensor) and f.name not in _ON_CPU
+        }
+        norm = None if state["norm"] is None else Normalizer(**state["norm"])
+        return cls(**{**state, **placed, "norm": norm})
+
     def split(self, pieces: Iterable[Tensor]) -> list["RolloutBatch"]:
         """One batch per index tensor."""
         return [self.select(piece) for piece in pieces]
+
+
+_ON_CPU = ("prompt_lengths", "prompt_of_seq", "completion_lengths")
 
 
 def _starts(lengths: Tensor) -> Tensor:

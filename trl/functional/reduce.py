@@ -3,10 +3,23 @@
 Shapes: N sequences, T tokens of all sequences; `seq_of_token` `[T]` says which sequence a token belongs to.
 """
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+class Normalizer(Protocol):
+    """What sums are divided by; `trl.types.Normalizer` says what each number is."""
+
+    @property
+    def sequences(self) -> float: ...
+    @property
+    def tokens(self) -> float: ...
+    @property
+    def generation_tokens(self) -> float: ...
+    @property
+    def max_length(self) -> int: ...
 
 
 def segment_sum(values: Tensor, seq_of_token: Tensor, num_sequences: int) -> Tensor:
@@ -19,23 +32,6 @@ def segment_mean(values: Tensor, mask: Tensor, seq_of_token: Tensor, num_sequenc
     mask = mask.to(values.dtype)
     count = segment_sum(mask, seq_of_token, num_sequences).clamp(min=1)
     return segment_sum(values * mask, seq_of_token, num_sequences) / count
-
-
-@dataclass(frozen=True)
-class Normalizer:
-    """What the sums of one rank are divided by, so that micro-batches and ranks add up to the whole batch's loss.
-
-    Attributes:
-        sequences: sequences of one optimizer step, per rank.
-        tokens: loss tokens of one optimizer step, per rank: those of all ranks over the world size.
-        generation_tokens: the same, averaged over the optimizer steps of the generation batch.
-        max_length: `max_completion_length`.
-    """
-
-    sequences: float
-    tokens: float
-    generation_tokens: float
-    max_length: int
 
 
 def reduce_sequence_mean(terms: Tensor, mask: Tensor, seq_of_token: Tensor, norm: Normalizer) -> Tensor:

@@ -1,0 +1,44 @@
+"""Post-training of language models. Names are resolved on first use: `import trl` loads neither torch nor transformers."""
+
+import importlib
+from typing import Any
+
+from trl._version import __version__
+
+# public name -> module that has it
+_NAMES = {
+    "GRPOConfig": "trl.trainer.grpo_config",
+    "GRPOTrainer": "trl.trainer.grpo_trainer",
+    "SyncRefModelCallback": "trl.trainer.callbacks",
+    "DatasetMixtureConfig": "trl.cli.arguments",
+    "ModelConfig": "trl.cli.arguments",
+    "ScriptArguments": "trl.cli.arguments",
+    "TrlParser": "trl.cli.parser",
+    "get_dataset": "trl.cli.datasets",
+    "get_peft_config": "trl.cli.model",
+    "get_quantization_config": "trl.cli.model",
+    "apply_chat_template": "trl.data.chat",
+    "maybe_apply_chat_template": "trl.data.chat",
+    "extract_prompt": "trl.data.formats",
+    "is_conversational": "trl.data.formats",
+    "is_conversational_from_value": "trl.data.formats",
+    "maybe_convert_to_chatml": "trl.data.formats",
+    "maybe_extract_prompt": "trl.data.formats",
+    "maybe_unpair_preference_dataset": "trl.data.formats",
+    "prepare_multimodal_messages": "trl.data.formats",
+    "unpair_preference_dataset": "trl.data.formats",
+}
+
+__all__ = ["__version__", *_NAMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'trl' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_NAMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Rows and tokens: dataset formats, chat templates, sampling. Import the modules; nothing is loaded here."""

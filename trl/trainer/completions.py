@@ -1,0 +1,115 @@
+"""The table of completions: printed, stored, sent to trackers."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trl.errors import RewardError
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+
+
+class CompletionTable:
+    """The rows of the last generation batch.
+
+    Args:
+        max_rows: rows kept.
+    """
+
+    def __init__(self, max_rows: int):
+        self._rows: deque[dict[str, Any]] = deque(maxlen=max_rows)
+
+    def extend(self, step: int, columns: dict[str, Sequence[Any]], extra: dict[str, Sequence[Any]]) -> None:
+        """Adds rows given by columns of equal length.
+
+        Args:
+            columns: prompt, completion, one column per reward, advantage.
+            extra: what reward functions logged.
+                A name the table has already becomes `logged/<name>`.
+
+        Raises:
+            RewardError: an extra column has another length.
+        """
+        count = len(columns["prompt"])
+        for name, values in extra.items():
+            if len(values) != count:
+                raise RewardError(f"The logged column {name!r} has {len(values)} values for {count} completions.")
+        taken = {"step", *columns}
+        columns = {**columns, **{f"logged/{n}" if n in taken else n: v for n, v in extra.items()}}
+        for i in range(count):
+            self._rows.append({"step": step, **{name: values[i] for name, values in columns.items()}})
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def take(self) -> list[dict[str, Any]]:
+        """All rows, which the table then forgets."""
+        rows = list(self._rows)
+        self._rows.clear()
+        return rows
+
+
+def as_text(value: str | Messages) -> str:
+    """A prompt or completion as one reads it."""
+    if isinstance(value, str):
+        return value
+    if len(value) == 1:
+        return str(value[0]["content"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+
+
+def store(rows: Sequence[dict[str, Any]], folder: Path, step: int) -> Path:
+    """Writes the rows as `folder/completions_<step>.parquet` and returns the path."""
+    from datasets import Dataset
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"completions_{step:05d}.parquet"
+    readable = [{**row, "prompt": as_text(row["prompt"]), "completion": as_text(row["completion"])} for row in rows]
+    Dataset.from_list(readable).to_parquet(path)
+    return path
+
+
+def show(rows: Sequence[dict[str, Any]], step: int, limit: int | None) -> None:
+    """Prints the rows as a table, the first `limit` of them."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"Step {step}", show_lines=True)
+    names = [name for name in rows[0] if name != "step"]
+    for name in names:
+        table.add_column(name)
+    for row in rows[:limit]:
+        cells = [as_text(v) if n in ("prompt", "completion") else _cell(v) for n, v in row.items() if n != "step"]
+        table.add_row(*map(Text, cells))
+    Console().print(table)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def send(rows: Sequence[dict[str, Any]], report_to: Sequence[str], step: int, *, unique_prompts: bool) -> None:
+    """Sends the rows as table `completions` to those trackers that have tables and run."""
+    names = list(rows[0])
+    seen: set[str] = set()
+    cells = []
+    for row in rows:
+        text = as_text(row["prompt"])
+        if not (unique_prompts and text in seen):
+            cells.append([as_text(row[n]) if n in ("prompt", "completion") else row[n] for n in names])
+        seen.add(text)
+    if "wandb" in report_to:
+        import wandb
+
+        if wandb.run is not None:
+            wandb.log({"completions": wandb.Table(columns=names, data=cells)})
+    if "trackio" in report_to:
+        import pandas
+        import trackio
+
+        trackio.log({"completions": trackio.Table(dataframe=pandas.DataFrame(cells, columns=names))}, step=step)

@@ -1,0 +1,49 @@
+"""What every trainer's config adds to `transformers.TrainingArguments`."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import TrainingArguments
+
+from trl.errors import ConfigError
+from trl.trainer.arguments import BaseArguments
+
+
+@dataclass
+class TrainerConfig(BaseArguments, TrainingArguments):
+    """`TrainingArguments` with this package's defaults; precision that was not asked for follows the hardware."""
+
+    _VALID_DICT_FIELDS = [
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "generation_kwargs",
+        "chat_template_kwargs",
+        "transformers_continuous_batching_config",
+    ]
+
+    def __post_init__(self) -> None:
+        # Fields of other methods may be missing here: the parent reads every name in the list.
+        self._VALID_DICT_FIELDS = [name for name in self._VALID_DICT_FIELDS if name in self.__dataclass_fields__]
+        self._resolve_precision()
+        if "activation_checkpointing" in self.__dataclass_fields__ and self.activation_checkpointing is None:
+            # The newer name in transformers; the older one stays ours.
+            self.activation_checkpointing = self.gradient_checkpointing
+            self.gradient_checkpointing = None
+        if not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False
+        super().__post_init__()
+
+    def _resolve_precision(self) -> None:
+        """Sets `bf16` from what the hardware has where it was not given, and refuses what it does not have."""
+        on_gpu = torch.cuda.is_available() and not self.use_cpu
+        gpu_has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        if self.bf16 is None:
+            self.bf16 = gpu_has_bf16 and not self.fp16
+        elif self.bf16 and on_gpu and not gpu_has_bf16:
+            raise ConfigError(
+                f"`bf16=True`, but {torch.cuda.get_device_name()} has no bfloat16: set `bf16=False, fp16=True`."
+            )
+        elif self.bf16 and not torch.accelerator.is_available():
+            self.use_cpu = True  # the parent would otherwise look for a GPU
+        if self.fp16 and not torch.accelerator.is_available():
+            raise ConfigError("`fp16=True` needs a GPU, and there is none: leave it out, or set `bf16=True`.")

@@ -1,0 +1,306 @@
+"""Group relative policy optimisation (GRPO, arXiv:2402.03300) and the losses that grew out of it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from trl.errors import ConfigError, NotSupportedError
+from trl.functional.advantages import group_relative
+from trl.functional.entropy import EntropyController, top_entropy_threshold
+from trl.functional.importance import off_policy_keep, sampler_correction
+from trl.functional.policy import (
+    POLICY_LOSSES,
+    PolicyOptions,
+    PolicyTokens,
+    cispo,
+    clipped,
+    policy_ratio,
+    policy_terms,
+    vespo,
+    vespo_weight,
+)
+from trl.functional.reduce import kl_k3
+from trl.models.forward import TokenLogps
+from trl.rewards.scorer import RewardScorer, RewardSource
+from trl.trainer.base import Mode, default_output_dir
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.online import OnlineTrainer
+from trl.types import RolloutBatch
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Trains a language model on the rewards of its own completions, relative to those of the same prompt.
+
+    Args:
+        model: name or folder of a causal language model, or the model.
+        reward_funcs: one or a list of: functions, async functions, names of sequence-classification models, modules.
+        args: the configuration; `GRPOConfig()` with output in `<model name>-GRPO` when not given.
+        train_dataset: rows with a `prompt` (text or messages); all further columns reach the reward functions.
+        eval_dataset: the same, or a dict of datasets.
+        processing_class: the tokenizer; the one beside the model when not given.
+        reward_processing_classes: tokenizers of the reward models.
+        callbacks, optimizers: as in `transformers.Trainer`.
+
+    Raises:
+        ConfigError, DataError, RewardError, NotSupportedError: before a model is loaded where that can be known.
+    """
+
+    args: GRPOConfig
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: RewardSource | list[RewardSource] | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ):
+        unsupported = {
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }
+        for name, value in unsupported.items():
+            if value:
+                raise NotSupportedError(f"`{name}` is not supported yet: leave it out.")
+        if args is None:
+            args = GRPOConfig(output_dir=default_output_dir(model, "GRPO"))
+        if reward_funcs is None:
+            raise ConfigError("`reward_funcs` is missing: pass at least one reward function or reward model.")
+        scorer = RewardScorer(
+            reward_funcs,
+            reward_weights=args.reward_weights,
+            reward_processing_classes=reward_processing_classes,
+            model_init_kwargs=args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else None,
+            trust_remote_code=args.trust_remote_code,
+        )
+        super().__init__(
+            model,
+            args,
+            scorer=scorer,
+            processing_class=processing_class,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.policy_options = PolicyOptions(
+            **{name: getattr(args, name) for name in PolicyOptions.__dataclass_fields__}
+        )
+        self.entropy_controller = EntropyController(
+            coef=args.entropy_coef,
+            target=args.entropy_target,
+            step=args.entropy_coef_delta,
+            low=args.entropy_coef_min,
+            high=args.entropy_coef_max,
+        )
+        self.balance_coef = _balance_coef(self.model, args)
+        self._step_entropy = torch.zeros(2, dtype=torch.float64)
+
+    def annotate(self, batch: RolloutBatch, rewards_NF: Tensor, mode: Mode) -> dict[str, list[float]]:
+        """Group-relative advantages."""
+        args, metrics = self.args, self.metrics[mode]
+        group_size = args.num_generations if mode == "train" else args.num_generations_eval
+        result = group_relative(
+            rewards_NF,
+            self.scorer.weights.cpu(),
+            group_size,
+            scale=args.scale_rewards,
+            aggregation=args.multi_objective_aggregation,
+        )
+        advantages, rewards, stds = map(self.processes.own, (result.advantages, result.rewards, result.group_std))
+        batch.advantages = advantages.to(batch.device)
+        scored = ~torch.isnan(rewards)
+        metrics.mean("reward", rewards)
+        metrics.mean("reward_std", stds[scored])
+        metrics.mean("frac_reward_zero_std", (stds[scored] == 0).double())
+        return {"advantage": advantages.tolist()}
+
+    def finish_slices(self, slices: list[RolloutBatch]) -> None:
+        """Adds the sampler correction and the choice of tokens by entropy."""
+        if self.corrects_sampler:
+            for piece in slices:
+                self._add_correction(piece)
+        if self.args.top_entropy_quantile < 1.0:
+            self._choose_by_entropy(slices)
+
+    def active_sequences(self, batch: RolloutBatch) -> Tensor:
+        """Sequences without advantage add nothing, unless a term beside the surrogate does."""
+        active = super().active_sequences(batch)
+        if self.args.beta or self.args.entropy_coef or self.args.use_adaptive_entropy or self.balance_coef:
+            return active
+        return active & (batch.advantages.cpu() != 0)
+
+    def loss(self, model: nn.Module, batch: RolloutBatch, mode: Mode) -> Tensor:
+        """The policy loss, the KL penalty, the entropy bonus and the balance loss of a micro-batch."""
+        args = self.args
+        out = self.token_logps(model, batch, **({"with_aux_loss": True} if self.balance_coef else {}))
+        tokens = self._policy_tokens(out, batch)
+        keep = self._kept_tokens(out, batch, tokens)
+        terms = policy_terms(
+            args.loss_type,
+            tokens,
+            self.policy_options,
+            keep=keep,
+            ref_logps=batch.ref_logps,
+            beta=args.beta,
+            bias_corrected_kl=args.use_bias_correction_kl,
+        )
+        reduce = POLICY_LOSSES[args.loss_type][1]
+        loss = policy_loss = reduce(terms, tokens.mask, tokens.seq_of_token, batch.norm)
+        if coef := self.active_entropy_coef:
+            counted = tokens.mask if keep is None else tokens.mask * keep
+            loss = loss - coef * (out.entropies * counted).sum() / max(batch.norm.tokens, 1)
+            self.metrics[mode].mean("policy_loss", policy_loss)
+        if out.aux_loss is not None:
+            share = batch.num_sequences / batch.norm.sequences
+            loss = loss + self.balance_coef * out.aux_loss * share
+            self.metrics[mode].mean("aux_loss", out.aux_loss)
+        self._record(out, batch, tokens, mode)
+        return loss
+
+    @property
+    def active_entropy_coef(self) -> float:
+        """The weight of the entropy bonus now."""
+        return self.entropy_controller.active_coef if self.args.use_adaptive_entropy else self.args.entropy_coef
+
+    @property
+    def corrects_sampler(self) -> bool:
+        """Whether an engine of its own sampled, whose log-probs may differ from the trainer's."""
+        return self.args.use_vllm and self.args.vllm_importance_sampling_correction
+
+    @property
+    def on_policy(self) -> bool:
+        """Also off-policy: where the log-probs or entropies at roll-out time are needed for something else."""
+        return super().on_policy and not self.corrects_sampler
+
+    def on_gradients_complete(self) -> None:
+        """Steers the weight of the entropy bonus."""
+        if self.args.use_adaptive_entropy:
+            total, count = self.processes.total(self._step_entropy).tolist()
+            if count:
+                self.entropy_controller.update(total / count)
+            self.metrics["train"].mean("entropy_coef", self.entropy_controller.coef)
+        self._step_entropy.zero_()
+
+    def extra_state(self) -> dict[str, Any]:
+        """Also the entropy controller."""
+        return {**super().extra_state(), "entropy_controller": self.entropy_controller.state_dict()}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Also the entropy controller."""
+        super().load_extra_state(state)
+        self.entropy_controller.load_state_dict(state["entropy_controller"])
+
+    def _policy_tokens(self, out: TokenLogps, batch: RolloutBatch) -> PolicyTokens:
+        seq_of_token = batch.seq_of_token
+        old_logps = out.logps.detach() if batch.old_logps is None else batch.old_logps
+        log_ratio = out.logps - old_logps
+        level = self.args.importance_sampling_level
+        return PolicyTokens(
+            logps=out.logps,
+            ratio=policy_ratio(log_ratio, batch.loss_mask, seq_of_token, batch.num_sequences, level),
+            log_ratio=log_ratio,
+            advantages=batch.advantages[seq_of_token],
+            mask=batch.loss_mask.to(out.logps.dtype),
+            seq_of_token=seq_of_token,
+            num_sequences=batch.num_sequences,
+            correction=batch.correction,
+        )
+
+    def _kept_tokens(self, out: TokenLogps, batch: RolloutBatch, tokens: PolicyTokens) -> Tensor | None:
+        """`[T]` tokens whose surrogate counts, or None for all."""
+        keep = None
+        if self.args.off_policy_mask_threshold is not None:
+            behavior = batch.sampling_logps if self.corrects_sampler else batch.old_logps
+            keep = off_policy_keep(
+                out.logps,
+                out.logps.detach() if behavior is None else behavior,
+                batch.advantages,
+                batch.loss_mask,
+                tokens.seq_of_token,
+                self.args.off_policy_mask_threshold,
+            )[tokens.seq_of_token]
+        if batch.in_top_entropy is not None:
+            keep = batch.in_top_entropy if keep is None else keep & batch.in_top_entropy
+        return keep
+
+    def _add_correction(self, batch: RolloutBatch) -> None:
+        args, metrics, mask = self.args, self.metrics["train"], batch.loss_mask
+        batch.correction = sampler_correction(
+            batch.old_logps,
+            batch.sampling_logps,
+            mask,
+            batch.seq_of_token,
+            batch.num_sequences,
+            mode=args.vllm_importance_sampling_mode,
+            clip_min=args.vllm_importance_sampling_clip_min,
+            clip_max=args.vllm_importance_sampling_clip_max,
+        )
+        difference = (batch.old_logps - batch.sampling_logps)[mask].abs()
+        ratio = batch.correction[mask]
+        metrics.mean("sampling/sampling_logp_difference/mean", difference)
+        metrics.bound("sampling/sampling_logp_difference/max", "max", difference)
+        metrics.mean("sampling/importance_sampling_ratio/mean", ratio)
+        metrics.bound("sampling/importance_sampling_ratio/min", "min", ratio)
+        metrics.bound("sampling/importance_sampling_ratio/max", "max", ratio)
+
+    def _choose_by_entropy(self, slices: list[RolloutBatch]) -> None:
+        """Marks the tokens of highest entropy among those of all processes, so that no cut into micro-batches matters."""
+        entropies = [self.frozen_logps(self.model, piece).entropies for piece in slices]
+        counted = torch.cat([e[piece.loss_mask] for e, piece in zip(entropies, slices, strict=True)])
+        threshold = top_entropy_threshold(self.processes.gather_ragged(counted), self.args.top_entropy_quantile)
+        for piece, entropy in zip(slices, entropies, strict=True):
+            piece.in_top_entropy = entropy >= threshold
+
+    @torch.no_grad()
+    def _record(self, out: TokenLogps, batch: RolloutBatch, tokens: PolicyTokens, mode: Mode) -> None:
+        metrics, mask = self.metrics[mode], batch.loss_mask
+        counted = tokens.mask.sum()
+        entropy = (out.entropies * tokens.mask).sum()
+        metrics.ratio("entropy", entropy, counted)
+        if mode == "train":
+            self._step_entropy += torch.stack([entropy, counted]).double().cpu()
+        if batch.ref_logps is not None:
+            metrics.ratio("kl", (kl_k3(out.logps, batch.ref_logps) * tokens.mask).sum(), counted)
+        surrogate = POLICY_LOSSES[self.args.loss_type][0]
+        if surrogate is clipped:
+            self._record_clipping(tokens, mask, mode)
+        elif surrogate is cispo:
+            capped = (tokens.ratio > self.policy_options.high) & (tokens.advantages > 0)
+            metrics.mean("cispo_clip_ratio", capped[mask].double())
+        elif surrogate is vespo:
+            metrics.mean("vespo/phi_seq_mean", vespo_weight(tokens, self.policy_options))
+
+    def _record_clipping(self, tokens: PolicyTokens, mask: Tensor, mode: Mode) -> None:
+        """Share of loss tokens at the bounds; minimum and maximum are over sequences' shares of a micro-batch."""
+        metrics, options = self.metrics[mode], self.policy_options
+        low = (tokens.ratio < 1 - options.epsilon) & (tokens.advantages < 0)
+        high = (tokens.ratio > 1 + options.high) & (tokens.advantages > 0)
+        for name, hit in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
+            metrics.mean(f"clip_ratio/{name}", hit[mask].double())
+        if mask.any():
+            metrics.bound("clip_ratio/low_min", "min", low[mask].double().mean())
+            metrics.bound("clip_ratio/high_max", "max", high[mask].double().mean())
+
+
+def _balance_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
+    """The weight of a mixture-of-experts model's balance loss; 0 for other models."""
+    config = model.config.get_text_config().to_dict()
+    if "router_aux_loss_coef" not in config:
+        return 0.0
+    given = args.router_aux_loss_coef
+    return float(config["router_aux_loss_coef"] if given is None else given)
