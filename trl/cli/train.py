@@ -1,6 +1,7 @@
 """The training commands: options, checks that need no model, the trainer, the run."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ METHODS = {
 
 _CONVENTIONS = (
     " An option's name may be written with - or _. A switch is set by --x and unset by --no_x or --x false; a list "
-    "takes several values, a mapping JSON; `none` unsets what is not plain text. The YAML file's keys are the same names."
+    "takes several values, a mapping JSON; `none` unsets what is not plain text. The YAML file has the same names."
 )
 
 
@@ -221,6 +222,8 @@ def run(name: str, argv: Sequence[str]) -> int:
         return 0
     request = parse(name, argv)
     calm_openmp()  # after the YAML file's `env`, which may say how threads wait, and before torch
+    if not sys.stderr.isatty():  # bars would fill a log file; the setting is read at import
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     trainer = _build(request)
     try:
         _train_and_save(trainer, request.script.dataset_name)
