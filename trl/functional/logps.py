@@ -1,6 +1,6 @@
 """Log-probs and entropies of chosen tokens straight from hidden states and LM head.
 
-Logits exist for one chunk of tokens at a time, forward and backward: no (tokens x vocabulary) tensor is kept.
+Logits exist for one chunk of tokens at a time, forward and backward: memory does not grow with tokens times vocabulary.
 Shapes: T tokens, H hidden size, V vocabulary.
 """
 
@@ -12,6 +12,9 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits of one chunk: 16 MiB in float32, small enough for a processor's cache, large enough to fill a GPU."""
+
+KEPT_ELEMENTS = 1 << 24
+"""Up to this many probabilities (64 MiB in float32) are kept for the backward pass; a larger batch computes them again."""
 
 
 @dataclass(frozen=True)
@@ -90,25 +93,23 @@ class _ChosenLogps(torch.autograd.Function):
         chunk_elements: int,
     ) -> tuple[Tensor, Tensor]:
         chunk = max(1, chunk_elements // weight.shape[0])
-        normalizers, logps, entropies = [], [], []
+        keep = len(hidden) * weight.shape[0] <= KEPT_ELEMENTS
+        normalizers, logps, entropies, shares = [], [], [], []
         with torch.autocast(hidden.device.type, enabled=False):
             for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
                 logits = _logits(h, weight, bias, transform)
                 chosen = logits.gather(1, y[:, None]).squeeze(1)
-                top = logits.amax(1, keepdim=True)
-                logits.sub_(top)
-                shares = logits.exp()
-                total = shares.sum(1)
-                log_total = total.log()
-                # H = log Z - E[logit], with logits relative to the largest one.
-                expected = torch.linalg.vecdot(shares, logits) / total
-                normalizer = log_total + top.squeeze(1)
-                normalizers.append(normalizer)
-                logps.append(chosen - normalizer)
-                entropies.append(log_total - expected)
+                log_p = logits.log_softmax(1)
+                logp = log_p.gather(1, y[:, None]).squeeze(1)
+                p = log_p.exp()
+                entropies.append(-torch.linalg.vecdot(p, log_p))
+                normalizers.append(chosen - logp)
+                logps.append(logp)
+                if keep:
+                    shares.append(p)
         empty = hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
         normalizer, logp, entropy = (torch.cat(x) if x else empty for x in (normalizers, logps, entropies))
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, *shares)
         ctx.transform, ctx.chunk = transform, chunk
         ctx.set_materialize_grads(False)
         return logp, entropy
@@ -116,25 +117,29 @@ class _ChosenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logp, grad_entropy = grads
-        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizer, entropy, *shares = ctx.saved_tensors
         grad_logp = torch.zeros_like(normalizer) if grad_logp is None else grad_logp
         accumulate = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=accumulate) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=accumulate) if bias is not None and ctx.needs_input_grad[2] else None
         grad_hidden = torch.empty_like(hidden)
+        kept_suffices = bool(shares) and grad_entropy is None and ctx.transform.softcap is None
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(hidden), ctx.chunk):
+            for i, start in enumerate(range(0, len(hidden), ctx.chunk)):
                 piece = slice(start, start + ctx.chunk)
                 h = hidden[piece]
-                grad = _logits_grad(
-                    _logits(h, weight, bias, ctx.transform),
-                    targets[piece],
-                    normalizer[piece],
-                    entropy[piece],
-                    grad_logp[piece],
-                    None if grad_entropy is None else grad_entropy[piece],
-                    ctx.transform,
-                )
+                if kept_suffices:
+                    grad = _logp_grad(shares[i], targets[piece], grad_logp[piece], ctx.transform)
+                else:
+                    grad = _logits_grad(
+                        _logits(h, weight, bias, ctx.transform),
+                        targets[piece],
+                        normalizer[piece],
+                        entropy[piece],
+                        grad_logp[piece],
+                        None if grad_entropy is None else grad_entropy[piece],
+                        ctx.transform,
+                    )
                 if grad_bias is not None:
                     grad_bias.add_(grad.sum(0))
                 grad = grad.to(hidden.dtype)
@@ -151,6 +156,13 @@ class _ChosenLogps(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _logp_grad(p: Tensor, targets: Tensor, grad_logp: Tensor, transform: LogitTransform) -> Tensor:
+    """`[t, V]` gradient of the raw logits from kept probabilities: `g (onehot - p)`; no soft-capping."""
+    scaled = grad_logp * (transform.scale / transform.temperature)
+    grad = p * -scaled[:, None]
+    return grad.scatter_add_(1, targets[:, None], scaled[:, None].to(grad.dtype))
 
 
 def _logits_grad(

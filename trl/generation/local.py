@@ -58,12 +58,17 @@ class LocalEngine:
         run = self._with_shared_prompts if self.shared_prompts else self._with_model_generate
         open_rows = [sampling.n] * len(prompts)
         finished: list[list[Completion | None]] = [[None] * sampling.n for _ in prompts]
-        for row, completion in run([p.token_ids for p in prompts], sampling):
-            index, place = divmod(row, sampling.n)
-            finished[index][place] = completion
-            open_rows[index] -= 1
-            if not open_rows[index]:
-                yield index, [c for c in finished[index] if c is not None]
+        training = self.model.training
+        self.model.eval()
+        try:
+            for row, completion in run([p.token_ids for p in prompts], sampling):
+                index, place = divmod(row, sampling.n)
+                finished[index][place] = completion
+                open_rows[index] -= 1
+                if not open_rows[index]:
+                    yield index, [c for c in finished[index] if c is not None]
+        finally:
+            self.model.train(training)
 
     def update_weights(self, weights: WeightStream, version: int) -> None:
         """Notes the version; the weights are the model's own already."""
@@ -144,13 +149,9 @@ class LocalEngine:
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad(), self.autocast():
-                yield
-        finally:
-            self.model.train(training)
+        # Entered and left between yields: whoever consumes the completions may compute gradients.
+        with torch.no_grad(), self.autocast():
+            yield
 
 
 class _Tape:

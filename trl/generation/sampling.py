@@ -106,13 +106,7 @@ class Sampler:
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """`[N]` next tokens and `[N]` their log-probs under the distribution of the processed logits."""
         logps = logits.log_softmax(-1)
-        if self.sampling.temperature == 0.0:
-            tokens = logits.argmax(-1)
-        else:
-            # The inverse of the distribution function, in double: single sums drift over a large vocabulary.
-            cdf = logps.double().exp_().cumsum(-1)
-            u = torch.rand(len(cdf), 1, dtype=torch.float64, device=cdf.device) * cdf[:, -1:]
-            tokens = torch.searchsorted(cdf, u, right=True).squeeze(1)
+        tokens = logits.argmax(-1) if self.sampling.temperature == 0.0 else _draw(logps.exp())
         return tokens, logps.gather(1, tokens[:, None]).squeeze(1)
 
     def _with_history(self, logits: Tensor, history: Sequence[list[int]]) -> Tensor:
@@ -127,3 +121,21 @@ class Sampler:
                 scores = processor(ids, scores)
             logits[rows] = scores
         return logits
+
+
+def _draw(probabilities: Tensor, block: int = 64) -> Tensor:
+    """`[N]` indices drawn from `[N, V]` probabilities, by inverting the distribution function in double precision.
+
+    First over blocks of the vocabulary, then within the block: single sums over a large vocabulary would drift, and
+    double ones over all of it cost more than the model does.
+    """
+    rows, vocabulary = probabilities.shape
+    padded = torch.nn.functional.pad(probabilities, (0, -vocabulary % block)).view(rows, -1, block)
+    cdf = padded.sum(-1).double().cumsum(-1)
+    u = torch.rand(rows, 1, dtype=torch.float64, device=cdf.device) * cdf[:, -1:]
+    chosen = torch.searchsorted(cdf, u, right=True)
+    before = torch.where(chosen > 0, cdf.gather(1, (chosen - 1).clamp(min=0)), 0.0)
+    inner = padded.gather(1, chosen[:, :, None].expand(-1, 1, block)).squeeze(1).double().cumsum(-1)
+    # The remainder may reach the block's end by rounding; it must not step over it onto what has no probability.
+    rest = torch.minimum(u - before, torch.nextafter(inner[:, -1:], torch.zeros_like(u)))
+    return (chosen * block + torch.searchsorted(inner, rest, right=True)).squeeze(1)
