@@ -26,6 +26,11 @@ def available(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+def parse_version(text: str) -> Version:
+    """A version that can be compared."""
+    return Version(text)
+
+
 def version(distribution: str) -> Version | None:
     """The installed version of a distribution, or None."""
     try:

@@ -27,3 +27,52 @@ class NotSupportedError(TRLError, NotImplementedError):
 
 class GenerationError(TRLError, RuntimeError):
     """An engine could not produce the completions it was asked for."""
+
+
+class ServerError(TRLError, RuntimeError):
+    """A server that did not do what it was asked to.
+
+    Attributes:
+        method, path: the call.
+        status: HTTP status, or None where no answer came.
+        server_message: what the server said.
+    """
+
+    def __init__(
+        self, text: str, *, method: str = "", path: str = "", status: int | None = None, server_message: str = ""
+    ):
+        super().__init__(text)
+        self.method = method
+        self.path = path
+        self.status = status
+        self.server_message = server_message
+
+
+class ServerUnreachableError(ServerError, ConnectionError):
+    """Nobody answers there, or the connection broke."""
+
+
+class ServerTimeoutError(ServerError, TimeoutError):
+    """No answer within the deadline."""
+
+
+class ServerVersionError(ServerError):
+    """A vLLM version outside the supported range."""
+
+
+class WeightSyncError(TRLError, RuntimeError):
+    """Weights that did not reach an engine.
+
+    Attributes:
+        phase: where it happened: check, join, pause, start, update, finish, caches, resume, verify.
+        repaired: whether the engine serves the previous weights again.
+    """
+
+    def __init__(self, text: str, *, phase: str, repaired: bool):
+        super().__init__(text)
+        self.phase = phase
+        self.repaired = repaired
+
+
+class ParityError(TRLError, RuntimeError):
+    """The engine's log-probs are not those of the trainer's weights."""

@@ -75,7 +75,13 @@ class WeightStream(Protocol):
 
 
 class Engine(Protocol):
-    """Completions from somewhere."""
+    """Completions from somewhere.
+
+    Attributes:
+        own_weights: whether it samples from weights of its own, so that its log-probs may differ from the trainer's.
+    """
+
+    own_weights: bool
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
         """Yields `(prompt index, its n completions)` as they finish, in any order."""
@@ -101,6 +107,15 @@ class Normalizer:
     tokens: float
     generation_tokens: float
     max_length: int
+
+    def scaled(self, factor: float) -> "Normalizer":
+        """The normalizer with every count times the factor."""
+        return replace(
+            self,
+            sequences=self.sequences * factor,
+            tokens=self.tokens * factor,
+            generation_tokens=self.generation_tokens * factor,
+        )
 
 
 def _per(axis: Literal["sequence", "token"], **options: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedModel
 
 from trl.errors import GenerationError
 from trl.generation.sampling import Sampler, resolve
@@ -25,6 +26,8 @@ class LocalEngine:
             `models.forward.supports_packing`. Otherwise the model's own `generate` is used.
         autocast: context factory under which the model runs.
     """
+
+    own_weights = False
 
     def __init__(
         self,
@@ -127,16 +130,12 @@ class LocalEngine:
         input_ids = torch.tensor([[self.pad_id] * (width - len(ids)) + ids for ids in rows], device=device)
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows], device=device)
         recorder = _DrawAndRecord(sampler, [len(ids) for ids in rows])
-        with self._inference():
-            output = self.model.generate(
+        with self._inference(), _bare_generation_config(self.model):
+            output = cast(GenerationMixin, self.model).generate(
                 input_ids=input_ids,
                 attention_mask=mask,
                 logits_processor=[recorder],
                 do_sample=False,
-                num_beams=1,
-                temperature=None,
-                top_p=None,
-                top_k=None,
                 max_new_tokens=sampling.max_tokens,
                 eos_token_id=self.eos_ids,
                 pad_token_id=self.pad_id,
@@ -152,6 +151,17 @@ class LocalEngine:
         # Entered and left between yields: whoever consumes the completions may compute gradients.
         with torch.no_grad(), self.autocast():
             yield
+
+
+@contextmanager
+def _bare_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """While active, the model's own sampling defaults (penalties, forced tokens) are out of the way."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 class _Tape:

@@ -14,12 +14,13 @@ from transformers.generation import logits_process as hf
 from trl.errors import ConfigError
 from trl.types import Sampling
 
-Processor = Callable[[Tensor, Tensor], Tensor]
+Processor = Callable[[Any, Any], Any]
 
 # Settings beside those of `Sampling`, by the name GenerationConfig gives them, in the order `generate` applies them:
 # first those that look at the tokens so far, then those that reshape the distribution.
 _HISTORY: dict[str, Callable[[Any, list[int]], Processor]] = {
     "sequence_bias": lambda value, eos: hf.SequenceBiasLogitsProcessor(value),
+    "repetition_penalty": lambda value, eos: hf.RepetitionPenaltyLogitsProcessor(value),
     "no_repeat_ngram_size": lambda value, eos: hf.NoRepeatNGramLogitsProcessor(value),
     "bad_words_ids": lambda value, eos: hf.NoBadWordsLogitsProcessor(value, eos),
     "suppress_tokens": lambda value, eos: hf.SuppressTokensLogitsProcessor(value),
@@ -68,9 +69,10 @@ class Sampler:
 
     def __post_init__(self) -> None:
         s, eos = self.sampling, list(self.eos_ids)
-        self._history: list[Processor] = [make(s.extra[k], eos) for k, make in _HISTORY.items() if s.extra.get(k)]
+        history = dict(s.extra)
         if s.repetition_penalty != 1.0:
-            self._history.insert(0, hf.RepetitionPenaltyLogitsProcessor(s.repetition_penalty))
+            history["repetition_penalty"] = float(s.repetition_penalty)
+        self._history: list[Processor] = [make(history[k], eos) for k, make in _HISTORY.items() if history.get(k)]
         self._shape: list[Processor] = []
         if s.temperature not in (0.0, 1.0):
             self._shape.append(hf.TemperatureLogitsWarper(float(s.temperature)))
@@ -100,7 +102,7 @@ class Sampler:
         if step < self.sampling.extra.get("min_new_tokens", 0):
             logits[:, list(self.eos_ids)] = -torch.inf
         for processor in self._shape:
-            logits = processor(None, logits)  # type: ignore[arg-type]
+            logits = processor(None, logits)
         return logits
 
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ function is PyTorch's scaled-dot-product attention, as transformers calls it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,15 +108,14 @@ def _make_bucket(group: Sequence[Segment], device: torch.device) -> _Bucket:
     valid = q < length
     keys = torch.where(k < prefix, prefix_start + k, start + k - prefix)
     real = k < prefix + length
-    bucket = (
-        torch.where(valid, start + q, 0),
-        torch.where(real, keys, 0),
-        valid,
+    return _Bucket(
+        queries=torch.where(valid, start + q, 0).to(device),
+        keys=torch.where(real, keys, 0).to(device),
+        valid=valid.to(device),
         # A padded query looks at everything: a row of the softmax without any key would be NaN.
-        torch.where(valid, prefix + q, 1 << 40),
-        torch.where(real, k, 1 << 30),
+        query_position=torch.where(valid, prefix + q, 1 << 40).to(device),
+        key_position=torch.where(real, k, 1 << 30).to(device),
     )
-    return _Bucket(*(t.to(device) for t in bucket))
 
 
 def packed_attention(
@@ -142,7 +141,7 @@ def packed_attention(
     """
     if shared_cache is not None and packed_layout is None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return shared_cache.attend(module.layer_idx, query, key, value, scale, sliding_window), None
+        return shared_cache.attend(cast(int, module.layer_idx), query, key, value, scale, sliding_window), None
     if packed_layout is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
@@ -151,7 +150,7 @@ def packed_attention(
         raise NotSupportedError("Packed attention has no soft-capping, attention sinks or position bias.")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if shared_cache is not None:
-        shared_cache.store_prompts(module.layer_idx, k, v)
+        shared_cache.store_prompts(cast(int, module.layer_idx), k, v)
     grouped = q.shape[1] != k.shape[1]
     pieces = []
     for bucket in packed_layout.buckets:

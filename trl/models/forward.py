@@ -91,7 +91,7 @@ def _next_token_logits(
         model(
             input_ids=token_ids[None],
             position_ids=position_ids[None],
-            attention_mask=_any_mask(token_ids.device),
+            attention_mask=_any_mask(len(token_ids), token_ids.device),
             use_cache=False,
             **attention,
         )
@@ -100,27 +100,39 @@ def _next_token_logits(
     return logit_transform(unwrap(model)).forward(raw.float())
 
 
-def _any_mask(device: torch.device) -> Tensor:
-    """A mask of four dimensions, which a model takes as it is: the layout or cache decides in its place."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+def _any_mask(length: int, device: torch.device) -> Tensor:
+    """A mask of four dimensions, which a model takes as it is: the layout or cache decides in its place.
+
+    It has an entry per token of the row, because mixture-of-experts models count tokens with it.
+    """
+    return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
+
+
+# Config entry that scales the logits -> the power with which it does.
+_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1, "logits_scaling": -1}
+# Families in which the entry means something else.
+_SCALES_OF_FAMILY = {"hyperclovax": {"logits_scaling": 1}, "mpt": {}}
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def logit_transform(model: PreTrainedModel, temperature: float = 1.0) -> LogitTransform:
     """What the model's family does with its LM head's product before the softmax."""
-    config = model.config.get_text_config().to_dict()
+    text_config = model.config.get_text_config()
+    config = vars(text_config)
     scale = 1.0
-    if config.get("logit_scale") is not None:  # Cohere
-        scale = float(config["logit_scale"])
-    if config.get("logits_scaling") is not None:  # Granite
-        scale = 1.0 / float(config["logits_scaling"])
-    return LogitTransform(scale, config.get("final_logit_softcapping"), temperature)
+    for entry, power in _SCALES_OF_FAMILY.get(text_config.model_type, _SCALES).items():
+        if config.get(entry) is not None:
+            scale *= float(config[entry]) ** power
+    softcap = next((config[entry] for entry in _SOFTCAPS if config.get(entry) is not None), None)
+    return LogitTransform(scale, softcap, temperature)
 
 
 def supports_packing(model: PreTrainedModel) -> bool:
     """Whether packed sequences of this model keep to themselves: tried on a few tokens, not looked up.
 
     Two sequences share a row; the second must come out as it does alone, whatever the first one is. Models that mix
-    tokens elsewhere than in attention (convolutions, state spaces) fail this and are padded instead.
+    tokens elsewhere than in attention (convolutions, state spaces) fail this and are padded instead. So are models
+    whose attention is limited to a window or chunk that packed attention is not told of: a few tokens fit into any.
     """
     if model.config._attn_implementation != PACKED_ATTENTION:
         return False
@@ -134,13 +146,36 @@ def supports_packing(model: PreTrainedModel) -> bool:
             other = _probe_batch([[9, 2, 6, 5, 3], [2, 7, 1]], vocabulary, device)
             packed, changed = (token_logps(model, b).logps[-2:].float() for b in (pack, other))
             alone = token_logps(model, pack, packed=False).logps[-2:].float()
+            if _has_limited_attention(model) and not _tells_its_window(model, pack):
+                return False
     except NotSupportedError:
         return False
     finally:
         model.train(training)
     precise = next(model.parameters()).dtype == torch.float32
-    close = {"rtol": 1e-4, "atol": 1e-4} if precise else {"rtol": 3e-2, "atol": 3e-2}
-    return bool(torch.allclose(packed, changed, **close) and torch.allclose(packed, alone, **close))
+    tolerance = 1e-4 if precise else 3e-2
+
+    def close(a: Tensor, b: Tensor) -> bool:
+        return torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+
+    return close(packed, changed) and close(packed, alone)
+
+
+def _has_limited_attention(model: PreTrainedModel) -> bool:
+    """Whether some layers attend to the nearest tokens only, says the config."""
+    config = vars(model.config.get_text_config())
+    if config.get("attention_chunk_size") is not None:
+        return True
+    layers = config.get("layer_types") or ["sliding_attention"]
+    return config.get("sliding_window") is not None and "sliding_attention" in layers
+
+
+def _tells_its_window(model: PreTrainedModel, batch: RolloutBatch) -> bool:
+    """Whether the attention layers hand a sliding window over, rather than leave it to a mask."""
+    inputs, _ = _packed_inputs(batch)
+    with _captured_hidden_states(unwrap(model)):
+        model(**inputs, use_cache=False)
+    return any(window is not None for bucket in inputs["packed_layout"].buckets for window in bucket.masks)
 
 
 def _probe_batch(sequences: list[list[int]], vocabulary: int, device: torch.device) -> RolloutBatch:
@@ -181,10 +216,11 @@ def _packed_inputs(batch: RolloutBatch) -> tuple[dict[str, Any], Tensor]:
     segments = [Segment(s, n) for s, n in zip(prompt_starts.tolist(), prompt_lengths.tolist(), strict=True)]
     for start, length, prompt in zip(starts.tolist(), inner.tolist(), batch.prompt_of_seq.tolist(), strict=True):
         segments.append(Segment(start, length, segments[prompt].start, segments[prompt].length))
+    input_ids = torch.cat([batch.prompt_ids, batch.completion_ids[~last.to(device)]])
     inputs = {
-        "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids[~last.to(device)]])[None],
+        "input_ids": input_ids[None],
         "position_ids": torch.cat([prompt_positions, completion_positions])[None].to(device),
-        "attention_mask": _any_mask(device),
+        "attention_mask": _any_mask(len(input_ids), device),
         "packed_layout": PackedLayout(segments, device),
     }
     return inputs, predicted_at.to(device)

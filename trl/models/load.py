@@ -12,6 +12,8 @@ from trl.models.attention import PACKED_ATTENTION
 
 logger = logging.getLogger(__name__)
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 # With these the model's own attention may be replaced by the packed form of the same computation.
 _PACKABLE = (None, "sdpa")
 
@@ -81,12 +83,14 @@ def end_of_sequence_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout to zero: modules, and the probabilities that attention reads from attributes."""
+    """Sets every dropout to zero: modules, and the probabilities that layers read from attributes of their own."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DROPOUTS):
             module.p = 0.0
-        if isinstance(vars(module).get("attention_dropout"), float):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            # `attention_dropout`, `dropout`, `resid_pdrop`, `layerdrop`: every family has names of its own.
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:

@@ -1,0 +1,372 @@
+"""HTTP client of `vllm serve`: typed calls of its documented endpoints, each with a deadline.
+
+The client is policy: which call, which body, what an answer means, what to say when it fails. How bytes travel is the
+transport's affair (`httpx.BaseTransport`). Nothing here needs vLLM.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from trl.errors import ServerError, ServerTimeoutError, ServerUnreachableError
+
+Json = dict[str, Any]
+
+# A call that may run twice without harm is tried again when the connection breaks or the server is overloaded.
+_RETRY_STATUS = (502, 503)
+_RETRY_PAUSE_S = 0.5
+# vLLM writes a token that truncation removed as this instead of minus infinity.
+_REMOVED = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One completion of a request.
+
+    Attributes:
+        index: place in the request, prompt-major: `prompt * n + j`.
+        token_ids: generated ids, the end-of-sequence id included.
+        logps: log-prob of each, under the server's log-prob mode.
+        finish_reason: `stop`, `length` or `abort`.
+    """
+
+    index: int
+    token_ids: list[int]
+    logps: list[float]
+    finish_reason: str
+
+
+class VLLMClient:
+    """Calls of one server.
+
+    Args:
+        base_url: scheme, host, port and path prefix; made of `host` and `server_port` when not given.
+        api_key: sent as bearer token; `VLLM_API_KEY` of the environment when not given.
+        timeout: deadline of a call that names none, in seconds.
+        transport: how requests travel; httpx's own when not given.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        host: str = "127.0.0.1",
+        server_port: int = 8000,
+        *,
+        api_key: str | None = None,
+        timeout: float = 60.0,
+        transport: httpx.BaseTransport | None = None,
+        max_connections: int = 256,
+    ):
+        self.base_url = (base_url or f"http://{host}:{server_port}").rstrip("/")
+        self.timeout = timeout
+        key = api_key or os.environ.get("VLLM_API_KEY")
+        self._http = httpx.Client(
+            base_url=self.base_url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            transport=transport,
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+            # The server is named by the user: a proxy in between would only lose the long requests.
+            trust_env=False,
+        )
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    # ---- what the server is ----
+
+    def health(self, deadline: float = 5.0) -> bool:
+        """Whether the server is ready. False also while it loads, or where nobody listens."""
+        try:
+            return self._send("GET", "/health", deadline=deadline).status_code == 200
+        except (ServerUnreachableError, ServerTimeoutError):
+            return False
+
+    def wait_until_ready(self, timeout: float, interval: float = 1.0) -> None:
+        """Returns as soon as the server is ready.
+
+        Raises:
+            ServerUnreachableError: it is not within `timeout` seconds.
+        """
+        end = time.monotonic() + timeout
+        while not self.health(min(5.0, max(0.1, timeout))):
+            if time.monotonic() + interval > end:
+                raise ServerUnreachableError(
+                    f"No vLLM server is ready at {self.base_url} after {timeout:g} s: start one (`trl vllm-serve "
+                    "--model MODEL`), check host and port, or raise `vllm_server_timeout`.",
+                    method="GET",
+                    path="/health",
+                )
+            time.sleep(interval)
+
+    def version(self) -> str:
+        """The server's vLLM version, e.g. `0.32.0`."""
+        return str(self._json("GET", "/version", repeat=True)["version"])
+
+    def models(self) -> list[Json]:
+        """Rows of `/v1/models`: `id`, `root`, `max_model_len`."""
+        return list(self._json("GET", "/v1/models", repeat=True)["data"])
+
+    def world_size(self) -> int:
+        """Number of workers: tensor x pipeline x data parallel."""
+        return int(self._json("GET", "/get_world_size", repeat=True)["world_size"])
+
+    def server_info(self) -> Json:
+        """The server's `vllm_config`."""
+        return dict(self._json("GET", "/server_info?config_format=json", repeat=True)["vllm_config"])
+
+    # ---- text ----
+
+    def completions(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Mapping[str, Any],
+        *,
+        model: str | None = None,
+        deadline: float | None = None,
+    ) -> list[Choice]:
+        """`len(prompts) * n` completions, prompt-major.
+
+        Args:
+            prompts: token ids.
+            params: sampling fields of the request. What is left out is filled from the model's generation config.
+        """
+        body: Json = {
+            "prompt": [list(p) for p in prompts],
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            **params,
+        }
+        if model is not None:
+            body["model"] = model
+        answer = self._json("POST", "/v1/completions", body, repeat=True, deadline=deadline)
+        choices = sorted((_text_choice(c) for c in answer["choices"]), key=lambda c: c.index)
+        expected = len(prompts) * int(params.get("n", 1))
+        if [c.index for c in choices] != list(range(expected)):
+            raise self._error(
+                "POST", "/v1/completions", None, f"{len(choices)} completions came back where {expected} were asked for"
+            )
+        return choices
+
+    def prompt_logps(self, sequences: Sequence[Sequence[int]], *, deadline: float | None = None) -> list[list[float]]:
+        """Log-prob of each token of each sequence but its first, by the server's weights.
+
+        Args:
+            sequences: token ids, at least two each.
+        """
+        body = {
+            "prompt": [list(s) for s in sequences],
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "prompt_logprobs": 0,
+        }
+        answer = self._json("POST", "/v1/completions", body, repeat=True, deadline=deadline)
+        rows = sorted(answer["choices"], key=lambda c: c["index"])
+        return [
+            [
+                float(entry[str(token)]["logprob"])
+                for entry, token in zip(row["prompt_logprobs"][1:], ids[1:], strict=True)
+            ]
+            for row, ids in zip(rows, sequences, strict=True)
+        ]
+
+    # ---- images ----
+
+    def render(self, messages: Sequence[Json], *, deadline: float | None = None) -> Json:
+        """The server's own features of the images in the messages, opaque."""
+        body = {"messages": list(messages), "max_tokens": 1}
+        return dict(self._json("POST", "/v1/chat/completions/render", body, repeat=True, deadline=deadline))
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        features: Json | None = None,
+        deadline: float | None = None,
+    ) -> list[Choice]:
+        """Completions of one prompt given by token ids and image features."""
+        body: Json = {"token_ids": list(token_ids), "sampling_params": dict(sampling_params)}
+        if features is not None:
+            body["features"] = features
+        answer = self._json("POST", "/inference/v1/generate", body, repeat=True, deadline=deadline)
+        return sorted((_token_choice(c) for c in answer["choices"]), key=lambda c: c.index)
+
+    # ---- weights ----
+
+    def pause(self, mode: str = "keep", deadline: float | None = None) -> None:
+        """Holds requests back; `keep` freezes those in flight."""
+        self._json("POST", f"/pause?mode={mode}", {}, repeat=True, deadline=deadline)
+
+    def resume(self, deadline: float | None = None) -> None:
+        """Lets requests go on."""
+        self._json("POST", "/resume", {}, repeat=True, deadline=deadline)
+
+    def init_weight_transfer(self, init_info: Json, deadline: float | None = None) -> None:
+        """Has the workers join the trainer's group. Returns when they did, so the trainer joins meanwhile."""
+        self._json("POST", "/init_weight_transfer_engine", {"init_info": init_info}, deadline=deadline)
+
+    def start_weight_update(self, deadline: float | None = None) -> None:
+        """From here to `finish_weight_update` the server has no weights."""
+        self._json("POST", "/start_weight_update", {}, deadline=deadline)
+
+    def update_weights(self, update_info: Json, deadline: float | None = None) -> None:
+        """Has the workers receive these tensors. Returns when they are loaded."""
+        self._json("POST", "/update_weights", {"update_info": update_info}, deadline=deadline)
+
+    def finish_weight_update(self, version: str | None = None, deadline: float | None = None) -> None:
+        """Puts the received weights in place; the old ones where none were received."""
+        body = {} if version is None else {"weight_version": version}
+        self._json("POST", "/finish_weight_update", body, deadline=deadline)
+
+    def weight_version(self) -> str | None:
+        """The label given to the last finished update; `default` for weights from disk."""
+        return self._json("GET", "/weight_info", repeat=True).get("weight_version")
+
+    def reset_prefix_cache(self, deadline: float | None = None) -> None:
+        """Forgets keys and values computed with earlier weights.
+
+        Raises:
+            ServerError: the server says that it did not.
+        """
+        answer = self._json("POST", "/reset_prefix_cache", {}, repeat=True, deadline=deadline)
+        if answer.get("success") is False:
+            raise self._error(
+                "POST", "/reset_prefix_cache", 200, "the prefix cache was not reset: requests are running"
+            )
+
+    def reset_encoder_cache(self, deadline: float | None = None) -> None:
+        """Forgets image features computed with earlier weights."""
+        self._json("POST", "/reset_encoder_cache", {}, repeat=True, deadline=deadline)
+
+    # ---- mechanism ----
+
+    def _json(
+        self, method: str, path: str, body: Json | None = None, *, repeat: bool = False, deadline: float | None = None
+    ) -> Json:
+        """The answer's JSON object; empty for an answer without a body."""
+        end = time.monotonic() + (self.timeout if deadline is None else deadline)
+        while True:
+            try:
+                response = self._send(method, path, body, deadline=end - time.monotonic())
+            except ServerUnreachableError:
+                if not repeat or time.monotonic() + _RETRY_PAUSE_S >= end or not self.health(1.0):
+                    raise
+                continue
+            if response.status_code == 200:
+                return response.json() if response.content else {}
+            if not (repeat and response.status_code in _RETRY_STATUS and time.monotonic() + _RETRY_PAUSE_S < end):
+                raise self._error(method, path, response.status_code, _message_of(response))
+            time.sleep(_RETRY_PAUSE_S)
+
+    def _send(self, method: str, path: str, body: Json | None = None, *, deadline: float) -> httpx.Response:
+        """One request, within `deadline` seconds as a whole."""
+        end = time.monotonic() + deadline
+        timeout = httpx.Timeout(max(deadline, 0.001), connect=max(0.001, min(deadline, 10.0)))
+        request = self._http.build_request(method, path, json=body, timeout=timeout)
+        try:
+            response = self._http.send(request, stream=True)
+            try:
+                content = bytearray()
+                for piece in response.iter_bytes():
+                    content += piece
+                    if time.monotonic() > end:
+                        raise httpx.ReadTimeout("deadline", request=request)
+            finally:
+                response.close()
+        except httpx.TimeoutException as error:
+            raise ServerTimeoutError(
+                f"{method} {self.base_url}{path}: no answer within {deadline:.3g} s.", method=method, path=path
+            ) from error
+        except httpx.TransportError as error:
+            raise ServerUnreachableError(
+                f"{method} {self.base_url}{path}: {error or type(error).__name__}. Is the server running there?",
+                method=method,
+                path=path,
+            ) from error
+        return httpx.Response(
+            response.status_code, headers={"content-type": "application/json"}, content=bytes(content)
+        )
+
+    def _error(self, method: str, path: str, status: int | None, message: str) -> ServerError:
+        hint = _hint(path, status, message)
+        text = (
+            f"{method} {self.base_url}{path}{f' answered {status}' if status else ''}: {message}{hint and ' ' + hint}"
+        )
+        return ServerError(text, method=method, path=path, status=status, server_message=message)
+
+
+_DEV_ROUTES = (
+    "/get_world_size",
+    "/server_info",
+    "/pause",
+    "/resume",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_",
+)
+
+
+def _hint(path: str, status: int | None, message: str) -> str:
+    """What to do about a failed call, or nothing."""
+    if status == 401:
+        return "Set `vllm_server_api_key`, or `VLLM_API_KEY` in the environment, to the server's key."
+    if status == 404 and path.startswith(_DEV_ROUTES):
+        return "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment."
+    if status in (403, 404) and path.endswith(("/render", "/generate")):
+        return "Start the server with `--enable-scale-out`."
+    if "Weight transfer not configured" in message:
+        return """Start the server with `--weight-transfer-config '{"backend": "nccl"}'`."""
+    if "EngineCore encountered" in message:
+        return "The server's engine died: restart the server."
+    if "greater than max allowed" in message:
+        return "Start the server with `--max-logprobs -1`."
+    return ""
+
+
+def _message_of(response: httpx.Response) -> str:
+    """The server's own words."""
+    try:
+        body = response.json()
+    except ValueError:
+        return response.text[:500]
+    if isinstance(body, dict) and isinstance(body.get("error"), dict):
+        return str(body["error"].get("message", body["error"]))
+    if isinstance(body, dict):
+        return str(body.get("detail", body.get("message", body)))
+    return str(body)
+
+
+def _text_choice(choice: Json) -> Choice:
+    """A choice of `/v1/completions`."""
+    logprobs = choice.get("logprobs")
+    logps = [_finite(p) for p in logprobs["token_logprobs"]] if logprobs else []
+    return Choice(choice["index"], choice["token_ids"], logps, choice["finish_reason"])
+
+
+def _token_choice(choice: Json) -> Choice:
+    """A choice of `/inference/v1/generate`, whose log-prob entries carry the token as text or, later, as a number."""
+    logprobs = choice.get("logprobs")
+    entries = logprobs["content"] if logprobs else []
+    ids = choice["token_ids"]
+    for entry, token in zip(entries, ids, strict=False):
+        told = entry["token_id"] if "token_id" in entry else int(str(entry["token"]).removeprefix("token_id:"))
+        if told != token:
+            raise ServerError(f"The server returned the log-prob of token {told} for token {token}.")
+    return Choice(choice["index"], ids, [_finite(e["logprob"]) for e in entries], choice["finish_reason"])
+
+
+def _finite(logprob: float | None) -> float:
+    if logprob is None:
+        return float("nan")
+    return float("-inf") if logprob <= _REMOVED else float(logprob)

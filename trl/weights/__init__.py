@@ -1,0 +1,1 @@
+"""Moving parameters to an engine."""
