@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from trl._version import __version__
-from trl.cli import env, train
+from trl.cli import doctor, env, train, vllm_serve
 from trl.cli.errors import report_error
 from trl.errors import ConfigError, TRLError
 
@@ -22,6 +22,8 @@ class Command:
 
 COMMANDS = {
     **{name: Command(method.summary, partial(train.run, name)) for name, method in train.METHODS.items()},
+    "doctor": Command("Check model, data, settings and servers before a run.", doctor.run),
+    "vllm-serve": Command("Start a vLLM server for training (deprecated: prints the command).", vllm_serve.run),
     "env": Command("Print versions and devices, for a bug report.", env.run),
 }
 
@@ -59,7 +61,7 @@ def _dispatch(words: Sequence[str]) -> int:
 def help_text() -> str:
     """What `trl --help` prints."""
     lines = ["usage: trl COMMAND [OPTIONS]", "       trl --version", "", "commands:"]
-    lines += [f"  {name:<8}{command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "`trl COMMAND --help` lists a command's options."])
 
 

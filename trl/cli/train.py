@@ -137,13 +137,14 @@ def build_trainer(method: str, argv: Sequence[str]) -> "Trainer":
 def _build(request: Request) -> "Trainer":
     if request.model.model_name_or_path is None:
         raise ConfigError("no model: set `model_name_or_path` to a hub id or a local folder.")
-    rewards = _load_rewards(request.script) if isinstance(request.script, RewardScriptArguments) else {}
-    data = _load_data(request)
-    config = _build_config(request)
+    rewards = load_rewards(request.script) if isinstance(request.script, RewardScriptArguments) else {}
+    data = load_data(request)
+    config = build_config(request)
     return _make_trainer(request, config, rewards | data)
 
 
-def _load_rewards(script: RewardScriptArguments) -> dict[str, Any]:
+def load_rewards(script: RewardScriptArguments) -> dict[str, Any]:
+    """The reward functions and models as arguments of a trainer."""
     from trl.rewards.loading import load_reward_function
 
     rewards: list[Any] = [load_reward_function(spec) for spec in script.reward_funcs or ()]
@@ -154,7 +155,8 @@ def _load_rewards(script: RewardScriptArguments) -> dict[str, Any]:
     return {"reward_funcs": rewards}
 
 
-def _load_data(request: Request) -> dict[str, Any]:
+def load_data(request: Request) -> dict[str, Any]:
+    """The datasets as arguments of a trainer, their columns checked."""
     from trl.cli.datasets import check_columns, load_training_data
 
     evaluate = request.settings.get("eval_strategy", "no") != "no"
@@ -165,7 +167,7 @@ def _load_data(request: Request) -> dict[str, Any]:
     return {"train_dataset": train, "eval_dataset": test}
 
 
-def _build_config(request: Request) -> Any:
+def build_config(request: Request) -> Any:
     """The method's config. Its own checks run here, before a model is loaded."""
     from trl.cli.model import get_model_init_kwargs
 

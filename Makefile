@@ -1,0 +1,56 @@
+# Everything runs in .venv, which the first target that needs it creates. Another interpreter: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check
+
+# The one version that the quickstart's numbers come from; the package itself takes every torch that pyproject.toml allows.
+TORCH := 2.13.0
+
+# Tests use no hub, and one thread: more threads only get in each other's way with models this small.
+TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-slow lint typecheck benchmark docs
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+quickstart: $(VENV)/.quickstart ## Teach a small model to sort letters by reward alone, on the CPU. ARGS="--control" adds options.
+	HF_HUB_OFFLINE=1 $(PY) examples/quickstart/run.py $(ARGS)
+
+test: lint typecheck ## Run everything that decides whether a change is good: lint, types, tests.
+	$(TEST_ENV) $(PY) -m pytest $(ARGS)
+
+test-slow: $(VENV)/.dev ## Run the tests that take minutes, among them whole quickstart runs.
+	$(TEST_ENV) $(PY) -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.dev ## Check style and formatting with ruff.
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+typecheck: $(VENV)/.dev ## Check types with mypy.
+	$(PY) -m mypy
+
+benchmark: $(VENV)/.dev ## Time GRPO steps on the CPU. ARGS="--settings 135m --gguf FILE" for others than the tiny model's.
+	$(PY) benchmarks/grpo_step_cpu.py $(or $(ARGS),--settings tiny)
+
+docs: $(VENV)/.dev ## Write the generated parts of the documentation: the table of options.
+	$(PY) docs/generate_options.py
+
+# The CPU build has a version of its own where an index offers it; elsewhere the ordinary build does the same, only larger.
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: name one, e.g. make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch $(TORCH) into $(VENV); this can take a few minutes."
+	$(PIP) --quiet "torch==$(TORCH)+cpu" 2>/dev/null || $(PIP) "torch==$(TORCH)"
+	@touch $@
+
+$(VENV)/.quickstart: pyproject.toml | $(VENV)/.torch
+	$(PIP) --quiet --editable ".[plot]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.torch
+	$(PIP) --quiet --editable ".[dev]"
+	@touch $@ $(VENV)/.quickstart
