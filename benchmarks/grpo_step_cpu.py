@@ -91,7 +91,7 @@ def worker(model: str, setting: str, variant: str, steps: int) -> None:
     vocabulary = [w for w in tokenizer.get_vocab() if w.isalpha() and w.isascii()]
     rng = random.Random(0)
     rows = [{"prompt": " ".join(rng.choices(vocabulary, k=words))} for _ in range(prompts * (steps + 1))]
-    clock = {name: 0.0 for name in PHASES}
+    clock = dict.fromkeys(PHASES, 0.0)
     log: list[dict[str, float]] = []
 
     def timed(function: Callable, phase: str) -> Callable:

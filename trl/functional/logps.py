@@ -14,7 +14,7 @@ CHUNK_ELEMENTS = 1 << 22
 """Logits of one chunk: 16 MiB in float32, small enough for a processor's cache, large enough to fill a GPU."""
 
 KEPT_ELEMENTS = 1 << 24
-"""Up to this many probabilities (64 MiB in float32) are kept for the backward pass; a larger batch computes them again."""
+"""Up to this many probabilities (64 MiB in float32) are kept for the backward pass; a larger batch repeats them."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +94,23 @@ class _ChosenLogps(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         chunk = max(1, chunk_elements // weight.shape[0])
         keep = len(hidden) * weight.shape[0] <= KEPT_ELEMENTS
-        normalizers, logps, entropies, shares = [], [], [], []
+        # Results have their place before the first chunk: small tensors left between the large ones of every chunk
+        # would keep the CPU's allocator from using the same memory for the next.
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        normalizer, logp, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
+        shares: list[Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
-            for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-                logits = _logits(h, weight, bias, transform)
-                chosen = logits.gather(1, y[:, None]).squeeze(1)
+            for start in range(0, len(hidden), chunk):
+                piece = slice(start, start + chunk)
+                y = targets[piece, None]
+                logits = _logits(hidden[piece], weight, bias, transform)
                 log_p = logits.log_softmax(1)
-                logp = log_p.gather(1, y[:, None]).squeeze(1)
+                logp[piece] = log_p.gather(1, y).squeeze(1)
+                normalizer[piece] = logits.gather(1, y).squeeze(1) - logp[piece]
                 p = log_p.exp()
-                entropies.append(-torch.linalg.vecdot(p, log_p))
-                normalizers.append(chosen - logp)
-                logps.append(logp)
+                entropy[piece] = -torch.linalg.vecdot(p, log_p)
                 if keep:
                     shares.append(p)
-        empty = hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        normalizer, logp, entropy = (torch.cat(x) if x else empty for x in (normalizers, logps, entropies))
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, *shares)
         ctx.transform, ctx.chunk = transform, chunk
         ctx.set_materialize_grads(False)
