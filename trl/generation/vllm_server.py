@@ -1,19 +1,50 @@
 """Completions from `vllm serve`."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from trl.errors import ConfigError, GenerationError
+import torch
+
+from trl.errors import ConfigError, GenerationError, TRLError
 from trl.generation.vllm_client import Choice, VLLMClient
 from trl.generation.vllm_probe import ServerFacts
 from trl.types import Completion, FinishReason, Prompt, Sampling, WeightStream
+from trl.weights.background import DaemonPool
 from trl.weights.source import PolicyWeights
 from trl.weights.sync import ServerSync, SyncReport
 
 # Names GenerationConfig and vLLM give the same setting.
-_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
+# Further fields that a request may have. A server ignores those that it does not know, without a word.
+_KNOWN = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "max_tokens",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "priority",
+        "repetition_penalty",
+        "seed",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "structured_outputs",
+        "temperature",
+        "top_k",
+        "top_p",
+        "truncate_prompt_tokens",
+        "vllm_xargs",
+    }
+)
 
 
 @dataclass
@@ -38,6 +69,8 @@ class VLLMServerEngine:
         structured_outputs: vLLM's constraint on the completions, e.g. `{"regex": …}`.
     """
 
+    own_weights = True
+
     def __init__(
         self,
         servers: Sequence[Server],
@@ -52,7 +85,7 @@ class VLLMServerEngine:
         self._weights: PolicyWeights | None = None
         self._request_timeout = request_timeout
         self._structured_outputs = structured_outputs
-        self._pool = ThreadPoolExecutor(max_in_flight * len(self.servers), thread_name_prefix="trl-generate")
+        self._pool = DaemonPool(max_in_flight * len(self.servers), "trl-generate")
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
         """Yields `(prompt index, its n completions)` as they finish.
@@ -64,34 +97,39 @@ class VLLMServerEngine:
         params = request_params(sampling, self._structured_outputs)
         for server in self.servers:
             self._ensure_current(server)
-        futures: dict[Future[list[Choice]], int] = {}
+        calls = []
         for index, prompt in enumerate(prompts):
             server = self.servers[index % len(self.servers)]
-            limits = self._within_context(index, prompt, sampling, server)
-            futures[self._pool.submit(self._ask, server, prompt, {**params, **limits})] = index
-        try:
-            for future in as_completed(futures):
-                yield futures[future], [self._completion(choice) for choice in future.result()]
-        finally:
-            for future in futures:
-                future.cancel()
+            limits = self._within_context(index, prompt, params["max_tokens"], server)
+            calls.append(partial(self._ask, server, prompt, {**params, **limits}))
+        for index, choices in self._pool.run(calls):
+            yield index, [self._completion(choice) for choice in choices]
 
     def update_weights(self, weights: WeightStream, version: int) -> None:
         """Sends the weights to all servers, which generate with them from here on.
 
         Raises:
-            WeightSyncError: with the phase that failed.
+            WeightSyncError: with the phase that failed; of several servers, the first that failed, once all are done.
         """
         assert isinstance(weights, PolicyWeights)
         self._weights = weights
-        syncs = [server.sync for server in self.servers if server.sync is not None]
-        with ThreadPoolExecutor(max(1, len(syncs)), thread_name_prefix="trl-sync") as pool:
-            self.last_sync = list(pool.map(lambda sync: sync.update(weights, version), syncs))
+        receivers = [server for server in self.servers if server.sync is not None]
+        pool = DaemonPool(len(receivers), "trl-sync")
+        outcomes = dict(pool.run([partial(_try_to_send, server, weights, version) for server in receivers]))
+        pool.close()
+        for outcome in outcomes.values():
+            if isinstance(outcome, TRLError):
+                raise outcome
+        self.last_sync = [report for _, report in sorted(outcomes.items()) if isinstance(report, SyncReport)]
         self.policy_version = version
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """For each server, the log-prob of each token of each sequence but its first."""
+        return [server.client.prompt_logps(sequences) for server in self.servers]
 
     def close(self) -> None:
         """Ends requests and connections; the servers run on."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
         for server in self.servers:
             if server.sync is not None:
                 server.sync.close()
@@ -101,7 +139,7 @@ class VLLMServerEngine:
         """Sends the weights again to a server that was restarted since it got them."""
         if server.sync is None or self._weights is None or server.sync.serves(self.policy_version):
             return
-        server.sync.update(self._weights, self.policy_version)
+        _send(server, self._weights, self.policy_version)
 
     def _ask(self, server: Server, prompt: Prompt, params: dict[str, Any]) -> list[Choice]:
         n = params["n"]
@@ -119,18 +157,33 @@ class VLLMServerEngine:
             )
         return choices
 
-    def _within_context(self, index: int, prompt: Prompt, sampling: Sampling, server: Server) -> dict[str, int]:
+    def _within_context(self, index: int, prompt: Prompt, max_tokens: int, server: Server) -> dict[str, int]:
         room = server.facts.max_model_len - len(prompt.token_ids)
         if room < 1:
             raise GenerationError(
                 f"Prompt {index} has {len(prompt.token_ids)} tokens, and the server's context is "
                 f"{server.facts.max_model_len}: restart it with a larger `--max-model-len`, or drop the row."
             )
-        return {"max_tokens": min(sampling.max_tokens, room)}
+        return {"max_tokens": min(max_tokens, room)}
 
     def _completion(self, choice: Choice) -> Completion:
         reason: FinishReason = "stop" if choice.finish_reason == "stop" else "length"
         return Completion(choice.token_ids, choice.logps, reason, self.policy_version)
+
+
+def _send(server: Server, weights: PolicyWeights, version: int) -> SyncReport:
+    """One server gets the weights in its own dtype."""
+    assert server.sync is not None
+    dtype = getattr(torch, server.facts.dtype) if server.facts.dtype else None
+    return server.sync.update(weights.in_dtype(dtype), version)
+
+
+def _try_to_send(server: Server, weights: PolicyWeights, version: int) -> SyncReport | TRLError:
+    """The report or the error: while one server fails, the others are not left in the middle of an update."""
+    try:
+        return _send(server, weights, version)
+    except TRLError as error:
+        return error
 
 
 def request_params(sampling: Sampling, structured_outputs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -151,13 +204,17 @@ def request_params(sampling: Sampling, structured_outputs: dict[str, Any] | None
         "frequency_penalty": 0.0,
         "logprobs": 0,
     }
-    for name, value in sampling.extra.items():
+    for given, value in sampling.extra.items():
+        name = _RENAMED.get(given, given)
         if name == "do_sample":
             params.update({} if value else {"temperature": 0.0})
-        elif name in ("n", "logprobs", "prompt", "stream", "return_token_ids"):
-            raise ConfigError(f"`generation_kwargs` cannot set `{name}`: the trainer needs it as it is.")
+        elif name in _KNOWN:
+            params[name] = value
         else:
-            params[_RENAMED.get(name, name)] = value
+            raise ConfigError(
+                f"`generation_kwargs` has `{given}`, which a request to a vLLM server cannot carry or the trainer sets "
+                f"itself: leave it out, or use one of {', '.join(sorted(_KNOWN))}."
+            )
     if structured_outputs is not None:
         params["structured_outputs"] = structured_outputs
     return params

@@ -3,9 +3,14 @@
 import logging
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
 
 from trl.errors import ConfigError
 from trl.models.attention import PACKED_ATTENTION
@@ -93,6 +98,8 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def model_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the first floating-point parameter."""
-    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+def compute_dtype(args: TrainingArguments, model: nn.Module) -> str:
+    """The name of the dtype a model computes in under these arguments: mixed precision's, or that of its weights."""
+    if args.bf16 or args.fp16:
+        return "bfloat16" if args.bf16 else "float16"
+    return str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")

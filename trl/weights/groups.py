@@ -7,6 +7,8 @@ import contextlib
 import ctypes
 import pickle
 import sys
+import threading
+import time
 import types
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,6 +17,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_PORT_PAUSE_S = 0.1
 
 
 class BroadcastGroup(Protocol):
@@ -27,31 +31,76 @@ class BroadcastGroup(Protocol):
     def close(self) -> None: ...
 
 
+def open_store(port: int, world_size: int, timeout: float, *, use_libuv: bool = True) -> dist.TCPStore:
+    """The store at which a group meets, opened here before anybody is told to come.
+
+    A port that is still taken is waited for: an earlier group gives it back when its stuck broadcast ends.
+
+    Raises:
+        RuntimeError: the port is still taken after `timeout` seconds.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            return dist.TCPStore(
+                "127.0.0.1",
+                port,
+                world_size,
+                is_master=True,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+                use_libuv=use_libuv,
+            )
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error) or time.monotonic() > end:
+                raise
+        time.sleep(_PORT_PAUSE_S)
+
+
 class GlooGroup:
     """A group over TCP between processes on CPUs: the stand-in for NCCL on both sides.
 
     Args:
-        host, port: of the store, which rank 0 opens.
+        host, port: of the store.
         timeout: seconds for joining and for each broadcast.
+        store: the store, where this process has opened it.
     """
 
-    def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float):
+    def __init__(
+        self, host: str, port: int, rank: int, world_size: int, timeout: float, store: dist.TCPStore | None = None
+    ):
         limit = timedelta(seconds=timeout)
-        self._store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, world_size, limit)
+        if store is None:
+            store = dist.TCPStore(host, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+        # Without the store there would be nobody for the others to meet, so it lives as long as the group.
+        group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, limit)
+        self._parts: list[object] = [group, store]
+        self._group: dist.ProcessGroupGloo | None = group
         # All ranks are there once this returns.
-        self._group.allreduce([torch.zeros(1)]).wait()  # type: ignore[attr-defined]
+        group.allreduce([torch.zeros(1)]).wait()  # type: ignore[attr-defined]
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Sends from rank 0, receives on the others."""
+        """Sends from rank 0, receives on the others.
+
+        Raises:
+            RuntimeError: the group was closed, a peer is gone, or the time is up.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        self._group.broadcast([tensor], options).wait()  # type: ignore[attr-defined]
+        # No local name for the group: the traceback of a failure would keep it, and its port, alive.
+        self._open().broadcast([tensor], options).wait()  # type: ignore[attr-defined]
+
+    def _open(self) -> dist.ProcessGroupGloo:
+        if self._group is None:
+            raise RuntimeError("the group was closed")
+        return self._group
 
     def close(self) -> None:
-        """Leaves the group."""
-        self._group.shutdown()
+        """Leaves the group, at once: where a broadcast is stuck, its connections end when its time is up."""
+        parts, self._parts, self._group = self._parts, [], None
+        # Freeing a group waits for what it is doing.
+        threading.Thread(target=parts.clear, daemon=True, name="trl-weights-close").start()
 
 
 class NCCLGroup:
@@ -61,22 +110,19 @@ class NCCLGroup:
     `StatelessProcessGroup` and `PyNcclCommunicator`).
 
     Args:
-        host, port: of the store, which this process opens.
+        store: which this process has opened.
         device: the GPU that sends.
-        timeout: seconds for joining.
     """
 
-    def __init__(self, host: str, port: int, world_size: int, device: torch.device, timeout: float):
+    def __init__(self, store: dist.TCPStore, world_size: int, device: torch.device):
         from torch.cuda import nccl
 
         self._nccl = nccl
         self._device = device
         self._stream = torch.cuda.Stream(device)
         unique_id = nccl.unique_id()
-        self._store = dist.TCPStore(
-            host, port, world_size, is_master=True, timeout=timedelta(seconds=timeout), use_libuv=False
-        )
-        self._store.set("broadcast_from/0/0", _pickled_unique_id(unique_id))  # type: ignore[arg-type]
+        self._store: dist.TCPStore | None = store
+        store.set("broadcast_from/0/0", _pickled_unique_id(unique_id))  # type: ignore[arg-type]
         with torch.cuda.device(device):
             self._comm = nccl.init_rank(world_size, unique_id, 0)
             ready = torch.zeros(1, device=device)
@@ -95,8 +141,8 @@ class NCCLGroup:
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Forgets the communicator; the workers keep theirs until they join another."""
-        self._comm = None
+        """Forgets the communicator and gives the port back; the workers keep theirs until they join another."""
+        self._comm = self._store = None
 
 
 _UNIQUE_ID_MODULE = "vllm.distributed.device_communicators.pynccl_wrapper"

@@ -45,6 +45,21 @@ def bounded_chunks(infos: Sequence[TensorInfo], limit: int) -> list[slice]:
     return chunks
 
 
+def as_announced(infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they come, each compared with what the receiver was told: borders depend on it.
+
+    Raises:
+        ValueError: they are others.
+    """
+    for info, (name, tensor) in zip(infos, weights, strict=True):
+        if (name, tensor.dtype, tuple(tensor.shape)) != (info.name, info.dtype, info.shape):
+            raise ValueError(
+                f"{info.name} was announced as {info.dtype} {list(info.shape)}, and {name} came as {tensor.dtype} "
+                f"{list(tensor.shape)}."
+            )
+        yield name, tensor
+
+
 def pack(weights: Iterable[tuple[str, Tensor]], chunks: Sequence[slice]) -> Iterator[Tensor]:
     """One flat `uint8` buffer per chunk, made as it is asked for: at no time is there a second copy of the model."""
     stream = iter(weights)

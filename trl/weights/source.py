@@ -42,6 +42,10 @@ class PolicyWeights:
         self._model = unwrap(model)
         self._dtype = dtype
 
+    def in_dtype(self, dtype: torch.dtype | None) -> "PolicyWeights":
+        """The same stream in another dtype."""
+        return PolicyWeights(self._model, dtype)
+
     def metadata(self) -> list[TensorInfo]:
         """What `__iter__` yields, in its order, without touching the data."""
         return [TensorInfo(name, self._sent_dtype(p), tuple(p.shape)) for name, p in self._parameters()]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from trl.errors import ServerError, TRLError, WeightSyncError
 from trl.generation.vllm_client import VLLMClient
@@ -20,6 +21,36 @@ from trl.weights.transfer import Transfer
 
 # What a server says whose workers never joined, or forgot that they did: it was restarted.
 _NOT_JOINED = "not initialized"
+# What it says to a start where an update is open.
+_OPEN = "already active"
+_FAILURES = (TRLError, RuntimeError, ValueError, OSError)
+# Seconds that putting things right may take beyond the deadline of the phase that failed.
+_GRACE_S = 1.5
+
+# How a repair ended: with the previous weights in place, with some weights in place, or not at all.
+_Ending = Literal["previous", "some", "none"]
+_BEFORE = "It serves the weights it had before."
+_EMPTY = "It may have no usable weights now: restart it before it is asked for anything."
+_PAUSED = "but may be paused: `POST /resume` lets it go on."
+# Phase -> what holds after it failed, by how the repair ended.
+_AFTERWARDS: dict[str, dict[_Ending, str]] = {
+    "check": {"previous": _BEFORE},
+    "join": {"previous": _BEFORE},
+    "pause": {"previous": _BEFORE, "none": f"It has the weights it had before, {_PAUSED}"},
+    "start": {"previous": _BEFORE, "none": _EMPTY},
+    "update": {
+        "previous": _BEFORE,
+        "some": "It answers again, but some of its weights may be the new ones: send them all again, or restart it.",
+        "none": _EMPTY,
+    },
+    "finish": {
+        "some": "It answers again, with the weights it had before or with the new ones: send them again.",
+        "none": _EMPTY,
+    },
+    "caches": {"none": "It has the new weights, but may answer from what it cached with the old ones: restart it."},
+    "resume": {"none": f"It has the new weights, {_PAUSED}"},
+    "verify": {"none": "Which weights it has is not known: restart it, and leave it to one trainer."},
+}
 
 
 @dataclass
@@ -29,7 +60,7 @@ class SyncReport:
     Attributes:
         seconds: by phase.
         num_bytes: sent.
-        rejoined: whether the server had to be joined anew.
+        rejoined: whether the server had forgotten that it was joined: it was restarted.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -80,9 +111,10 @@ class ServerSync:
         try:
             self._run(weights, infos, version, report)
         except WeightSyncError as error:
-            if _NOT_JOINED not in str(error) or report.rejoined:
+            if _NOT_JOINED not in str(error):
                 raise
-            # The server was restarted in between: it knows nobody and has the weights from disk.
+            # It knows nobody and has the weights from disk, or those of somebody else.
+            self.version, report.rejoined = None, True
             self._join(report)
             self._run(weights, infos, version, report)
         self.version = version
@@ -97,7 +129,7 @@ class ServerSync:
             return False
         if not self._facts.names_weight_versions:
             return True
-        return self._client.weight_version() == _label(version)
+        return self._client.weight_version(self._deadline) == _label(version)
 
     def close(self) -> None:
         """Leaves the server."""
@@ -106,74 +138,123 @@ class ServerSync:
     def _join(self, report: SyncReport) -> None:
         with self._phase("join", report):
             self._transfer.join(self._deadline)
-        report.rejoined = True
 
     def _run(self, weights: PolicyWeights, infos: list[TensorInfo], version: int, report: SyncReport) -> None:
         client, deadline = self._client, self._deadline
-        with self._phase("pause", report):
+        label = _label(version) if self._facts.names_weight_versions else None
+        with self._phase("pause", report, undo=self._resume):
             client.pause("keep", deadline)
-        with self._phase("start", report, undo=self._repair):
-            client.start_weight_update(deadline)
-        with self._phase("update", report, undo=self._repair):
-            self._transfer.send(infos, weights, deadline)
-        with self._phase("finish", report, undo=self._repair):
-            client.finish_weight_update(_label(version) if self._facts.names_weight_versions else None, deadline)
-        with self._phase("caches", report, undo=self._resume):
+        before, self.version = self.version, None
+        try:
+            with self._phase("start", report, undo=self._put_back):
+                self._start()
+            with self._phase("update", report, undo=lambda end: self._put_back(end, sent=True)):
+                self._transfer.send(infos, weights, deadline)
+        except WeightSyncError as error:
+            self.version = before if error.repaired else None
+            raise
+        with self._phase("finish", report, undo=lambda end: self._put_back(end, sent=True, finished=True)):
+            client.finish_weight_update(label, deadline)
+        with self._phase("caches", report, undo=self._resume_with_new_weights):
             client.reset_prefix_cache(deadline)
             if self._has_images:
                 client.reset_encoder_cache(deadline)
         with self._phase("resume", report):
             client.resume(deadline)
-        if self._facts.names_weight_versions:
+        if label is not None:
             with self._phase("verify", report):
-                if (told := client.weight_version()) != _label(version):
-                    raise ServerError(f"the server names its weights {told!r} after {_label(version)!r} was sent")
+                if (told := client.weight_version(deadline)) != label:
+                    raise ServerError(f"the server names its weights {told!r} after {label!r} was sent")
 
-    def _repair(self) -> bool:
-        """Puts the previous weights back; whether that worked."""
-        self.version = None
-        try:
-            self._begin_empty_update()
-            self._client.finish_weight_update(deadline=self._deadline)
-            self._client.reset_prefix_cache(self._deadline)
-        except TRLError:
-            return False
-        return self._resume()
-
-    def _begin_empty_update(self) -> None:
+    def _start(self) -> None:
+        """Starts an update; one that somebody left open, a trainer that was killed for one, is ended first."""
         try:
             self._client.start_weight_update(self._deadline)
         except ServerError as error:
-            if "already active" not in error.server_message:
+            if _OPEN not in error.server_message:
                 raise
+            self._client.finish_weight_update(deadline=self._deadline)
+            self._client.start_weight_update(self._deadline)
 
-    def _resume(self) -> bool:
-        try:
-            self._client.resume(self._deadline)
-        except TRLError:
-            return False
-        return True
+    def _put_back(self, end: float, *, sent: bool = False, finished: bool = False) -> _Ending:
+        """Has the server serve again by `end`, with the weights it had: an update with nothing in it puts them back.
+
+        The finish is tried also where the start fails: perhaps only its answer was lost.
+
+        Args:
+            sent: tensors may have arrived; an update that is still open then puts them in place.
+            finished: they may be in place already.
+        """
+        client, was_open = self._client, False
+
+        def start() -> None:
+            nonlocal was_open
+            try:
+                client.start_weight_update(_left(end) / 2)
+            except ServerError as error:
+                was_open = _OPEN in error.server_message
+                if not was_open:
+                    raise
+
+        started = _worked(start)
+        ended = _worked(lambda: client.finish_weight_update(deadline=_left(end)))
+        if not (started and ended and _worked(lambda: client.reset_prefix_cache(_left(end)))):
+            return "none"
+        if self._resume(end) == "none":
+            return "none"
+        return "some" if finished or (sent and was_open) else "previous"
+
+    def _resume(self, end: float) -> _Ending:
+        return "previous" if _worked(lambda: self._client.resume(_left(end))) else "none"
+
+    def _resume_with_new_weights(self, end: float) -> _Ending:
+        self._resume(end)
+        return "none"
 
     @contextmanager
-    def _phase(self, name: str, report: SyncReport, undo: Callable[[], bool] | None = None) -> Iterator[None]:
+    def _phase(self, name: str, report: SyncReport, undo: Callable[[float], _Ending] | None = None) -> Iterator[None]:
+        """Times what is done in it, and makes a failure a `WeightSyncError` after `undo` has tried to put things right.
+
+        Args:
+            undo: takes the time by which it has to end.
+        """
         started = time.monotonic()
         try:
             yield
-        except (TRLError, RuntimeError, ValueError, OSError) as error:
-            repaired = undo() if undo is not None else name in ("check", "join")
-            after = (
-                "It serves the previous weights."
-                if repaired
-                else "It may have no usable weights now: restart it before it is asked for anything."
-            )
-            notes = " ".join(getattr(error, "__notes__", []))
-            raise WeightSyncError(
-                f"The weights did not reach {self._client.base_url} (phase {name}, after "
-                f"{time.monotonic() - started:.1f} s): {error} {notes} {after}".replace("  ", " "),
-                phase=name,
-                repaired=repaired,
-            ) from error
+        except _FAILURES as error:
+            took = time.monotonic() - started
+            end = started + max(took + _GRACE_S, self._deadline)
+            untouched = name in ("check", "join")
+            ending = undo(end) if undo is not None else "previous" if untouched else "none"
+            raise self._failure(name, error, took, ending) from error
+        except BaseException:
+            # Whatever it is, an interrupt among others: the server is not left without weights.
+            if undo is not None:
+                undo(time.monotonic() + _GRACE_S)
+            raise
         report.seconds[name] = report.seconds.get(name, 0.0) + time.monotonic() - started
+
+    def _failure(self, phase: str, error: BaseException, took: float, ending: _Ending) -> WeightSyncError:
+        notes = "".join(f" {note}" for note in getattr(error, "__notes__", []))
+        words = f"{str(error).rstrip('.')}.{notes}"
+        return WeightSyncError(
+            f"The weights did not reach {self._client.base_url} (phase {phase}, after {took:.1f} s): {words} "
+            f"{_AFTERWARDS[phase][ending]}",
+            phase=phase,
+            repaired=ending == "previous",
+        )
+
+
+def _worked(call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except TRLError:
+        return False
+    return True
+
+
+def _left(end: float) -> float:
+    return max(0.1, end - time.monotonic())
 
 
 def check_shapes(infos: list[TensorInfo], expected: dict[str, tuple[int, ...]]) -> None:

@@ -7,19 +7,21 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
-from trl.errors import ServerTimeoutError, WeightSyncError
+from trl.errors import WeightSyncError
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_probe import ServerFacts
-from trl.weights.groups import BroadcastGroup, GlooGroup, NCCLGroup
-from trl.weights.packing import bounded_chunks, broadcast_chunks, pack
+from trl.weights.background import together
+from trl.weights.groups import BroadcastGroup, GlooGroup, NCCLGroup, open_store
+from trl.weights.packing import as_announced, bounded_chunks, broadcast_chunks, pack
 from trl.weights.source import TensorInfo, as_bytes, dtype_name
 
 BUFFER_BYTES = 1 << 30
@@ -63,12 +65,17 @@ def make_transfer(client: VLLMClient, facts: ServerFacts, device: torch.device, 
         )
     on_gpu = device.type == "cuda"
     if facts.backend == "nccl" and on_gpu:
-        return BroadcastTransfer(client, facts, port, lambda *a: NCCLGroup(a[0], a[1], a[2], device, a[3]))
+        # vLLM's workers meet at a store of the kind without libuv.
+        return BroadcastTransfer(
+            client, facts, port, lambda store, size, _: NCCLGroup(store, size, device), use_libuv=False
+        )
     if facts.backend == "ipc" and on_gpu:
         return SharedMemoryTransfer(client, facts, CudaHandles(device))
     # A server on the CPU answers to the names of the GPU backends when its plugin is told to.
     if facts.backend in ("gloo", "nccl"):
-        return BroadcastTransfer(client, facts, port, lambda *a: GlooGroup(a[0], a[1], 0, a[2], a[3]))
+        return BroadcastTransfer(
+            client, facts, port, lambda store, size, timeout: GlooGroup("", 0, 0, size, timeout, store)
+        )
     if facts.backend in ("shm", "ipc"):
         return SharedMemoryTransfer(client, facts, SharedFile())
     raise WeightSyncError(
@@ -83,8 +90,10 @@ class BroadcastTransfer:
     """Broadcasts packed buffers to all workers of the server, which join the trainer's group as ranks 1, 2, ….
 
     Args:
-        make_group: `(host, port, world size, timeout)` to the group, joining as rank 0.
+        port: of the rendezvous, or None for any free one.
+        make_group: `(store, world size, timeout)` to the group, joining as rank 0.
         buffer_bytes: size at which a packed buffer is closed.
+        use_libuv: which kind of store the workers meet at.
     """
 
     def __init__(
@@ -92,8 +101,9 @@ class BroadcastTransfer:
         client: VLLMClient,
         facts: ServerFacts,
         port: int | None,
-        make_group: Callable[[str, int, int, float], BroadcastGroup],
+        make_group: Callable[[TCPStore, int, float], BroadcastGroup],
         buffer_bytes: int = BUFFER_BYTES,
+        use_libuv: bool = True,
     ):
         self._client, self._facts, self._port, self._make_group = client, facts, port, make_group
         self._packed = {
@@ -101,22 +111,25 @@ class BroadcastTransfer:
             "packed_buffer_size_bytes": buffer_bytes,
             "packed_num_buffers": NUM_BUFFERS,
         }
-        self._buffer_bytes = buffer_bytes
+        self._buffer_bytes, self._use_libuv = buffer_bytes, use_libuv
         self._group: BroadcastGroup | None = None
 
     def join(self, deadline: float) -> None:
         """Opens a rendezvous; the server's workers and this process meet there."""
         self.close()
+        end = time.monotonic() + deadline
         host, port = own_address(self._client.base_url), self._port or free_port()
         assert self._facts.world_size is not None
         size = self._facts.world_size + 1
+        store = open_store(port, size, deadline, use_libuv=self._use_libuv)
+        left = max(0.1, end - time.monotonic())
         init_info: dict[str, Any] = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": size}
         if self._facts.packed_at_init:
             init_info.update(self._packed)
         _, self._group = together(
-            lambda: self._client.init_weight_transfer(init_info, deadline),
-            lambda: self._make_group(host, port, size, deadline),
-            deadline,
+            lambda: self._client.init_weight_transfer(init_info, left),
+            lambda: self._make_group(store, size, left),
+            left,
         )
 
     def send(self, infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tensor]], deadline: float) -> None:
@@ -126,10 +139,12 @@ class BroadcastTransfer:
         if not self._facts.packed_at_init:
             update_info.update(self._packed)
         chunks = broadcast_chunks([i.num_bytes for i in infos], self._buffer_bytes)
-        group, progress = self._group, _Progress(infos)
+        group, progress, given_up = self._group, _Progress(infos), threading.Event()
 
         def broadcast_all() -> None:
-            for chunk, buffer in zip(chunks, pack(weights, chunks), strict=True):
+            for chunk, buffer in zip(chunks, pack(as_announced(infos, weights), chunks), strict=True):
+                if given_up.is_set():
+                    return
                 progress.at = chunk.start
                 group.broadcast(buffer)
 
@@ -137,6 +152,7 @@ class BroadcastTransfer:
             together(lambda: self._client.update_weights(update_info, deadline), broadcast_all, deadline)
         except Exception as error:
             # A half-sent stream leaves both sides at different places: the next update joins anew.
+            given_up.set()
             self.close()
             error.add_note(f"The tensor being sent was {progress}.")
             raise
@@ -166,37 +182,52 @@ class SharedMemoryTransfer:
     ):
         self._client, self._facts, self._memory = client, facts, memory
         self._buffer_bytes = buffer_bytes
-        self.joined = False
+
+    @property
+    def joined(self) -> bool:
+        """False: there is no connection to keep, and a server that was restarted has to be told again."""
+        return False
 
     def join(self, deadline: float) -> None:
         """Tells the server how handles will come."""
         self._client.init_weight_transfer({"packed": True} if self._facts.ipc_packed_at_init else {}, deadline)
-        self.joined = True
 
     def send(self, infos: Sequence[TensorInfo], weights: Iterable[tuple[str, Tensor]], deadline: float) -> None:
         """Fills the buffer chunk by chunk; the server has taken a chunk when its call returns."""
+        end = time.monotonic() + deadline
         largest = max((i.num_bytes for i in infos), default=0)
         limit = max(largest, min(self._buffer_bytes, sum(i.num_bytes for i in infos)))
         buffer, handle = self._memory.allocate(limit)
-        stream = iter(weights)
-        for chunk in bounded_chunks(infos, limit):
-            sizes, offset = [], 0
-            for _ in range(chunk.start, chunk.stop):
-                data = as_bytes(next(stream)[1])
-                buffer[offset : offset + len(data)].copy_(data)
-                sizes.append(len(data))
-                offset += len(data)
-            self._memory.ready()
-            pickled = base64.b64encode(pickle.dumps(handle)).decode()
-            update_info = {**announcement(infos[chunk]), "ipc_handles_pickled": pickled, "tensor_sizes": sizes}
-            if not self._facts.ipc_packed_at_init:
-                update_info["packed"] = True
-            self._client.update_weights(update_info, deadline)
+        stream = as_announced(infos, weights)
+        try:
+            for chunk in bounded_chunks(infos, limit):
+                sizes = self._fill(buffer, stream, chunk.stop - chunk.start)
+                self._hand_over(infos[chunk], handle, sizes, max(0.1, end - time.monotonic()))
+        except Exception:
+            # The server may still read what it was given: the next update writes elsewhere.
+            self._memory.close()
+            raise
+
+    def _fill(self, buffer: Tensor, stream: Iterator[tuple[str, Tensor]], count: int) -> list[int]:
+        """Bytes of each of the next `count` tensors, which lie in the buffer one after the other."""
+        sizes: list[int] = []
+        for _ in range(count):
+            data, offset = as_bytes(next(stream)[1]), sum(sizes)
+            buffer[offset : offset + len(data)].copy_(data)
+            sizes.append(len(data))
+        self._memory.ready()
+        return sizes
+
+    def _hand_over(self, infos: Sequence[TensorInfo], handle: Any, sizes: list[int], deadline: float) -> None:
+        pickled = base64.b64encode(pickle.dumps(handle)).decode()
+        update_info = {**announcement(infos), "ipc_handles_pickled": pickled, "tensor_sizes": sizes}
+        if not self._facts.ipc_packed_at_init:
+            update_info["packed"] = True
+        self._client.update_weights(update_info, deadline)
 
     def close(self) -> None:
         """Frees the shared memory."""
         self._memory.close()
-        self.joined = False
 
 
 class SharedMemory(Protocol):
@@ -274,37 +305,6 @@ def announcement(infos: Sequence[TensorInfo]) -> dict[str, Any]:
         "dtype_names": [dtype_name(i.dtype) for i in infos],
         "shapes": [list(i.shape) for i in infos],
     }
-
-
-def together(call: Callable[[], Any], work: Callable[[], Any], deadline: float) -> tuple[Any, Any]:
-    """Results of both, which need each other to end.
-
-    Both run in daemon threads, so that neither a peer that is gone nor a stuck collective holds the process.
-
-    Raises:
-        ServerTimeoutError: not both are done within `deadline` seconds.
-        Exception: whatever one of them raised first.
-    """
-    results: dict[int, Any] = {}
-    failures: list[BaseException] = []
-    changed = threading.Semaphore(0)
-
-    def run(place: int, function: Callable[[], Any]) -> None:
-        try:
-            results[place] = function()
-        except BaseException as error:
-            failures.append(error)
-        changed.release()
-
-    for place, function in enumerate((call, work)):
-        threading.Thread(target=run, args=(place, function), daemon=True, name="trl-weights").start()
-    end = time.monotonic() + deadline
-    while len(results) < 2:
-        if not changed.acquire(timeout=max(0.0, end - time.monotonic())):
-            raise ServerTimeoutError(f"No end within {deadline:g} s.")
-        if failures:
-            raise failures[0]
-    return results[0], results[1]
 
 
 class _Progress:
