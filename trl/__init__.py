@@ -1,4 +1,4 @@
-"""Post-training of language models. Names are resolved on first use: `import trl` loads neither torch nor transformers."""
+"""Post-training of language models. Names resolve on first use: `import trl` loads neither torch nor transformers."""
 
 import importlib
 from typing import Any

@@ -23,6 +23,8 @@ class EngineArguments(ServerArguments, Protocol):
 def check_engine(args: EngineArguments) -> None:
     """Raises for an engine that cannot be had, before anything is loaded."""
     if not args.use_vllm:
+        if args.vllm_structured_outputs_regex is not None:
+            raise ConfigError("`vllm_structured_outputs_regex` constrains vLLM: set `use_vllm=True`, or leave it out.")
         return
     if args.vllm_mode not in ("server", "colocate"):
         raise ConfigError(f"`vllm_mode` must be 'server' or 'colocate' (got {args.vllm_mode!r}).")

@@ -79,7 +79,18 @@ class VLLMArguments:
     vllm_model_impl: str = option("vllm", "Model implementation vLLM uses: `vllm`, `transformers` or `auto`.")
     vllm_enable_sleep_mode: bool = option(False, "Colocate: free the engine's GPU memory while optimising.")
     vllm_structured_outputs_regex: str | None = option(None, "Completions must match this regular expression.")
-    vllm_server_base_url: str | None = option(None, "Server: its URL; overrides host and port.")
+    vllm_server_base_url: str | list[str] | None = option(
+        None, "Server: its URL, or a list of URLs to spread requests over; overrides host and port."
+    )
+    vllm_server_api_key: str | None = option(None, "Server: its key. Not set: `VLLM_API_KEY` of the environment.")
+    vllm_request_timeout: float = option(600.0, "Server: most seconds for one request.")
+    vllm_weight_sync_timeout: float = option(300.0, "Server: most seconds for each phase of a weight update.")
+    vllm_allow_unsupported_version: bool = option(
+        False, "Server: only warn about a vLLM version that is not supported."
+    )
+    vllm_parity_check_steps: int = option(
+        50, "Compare the engine's log-probs with the trainer's every this many optimizer steps; 0 never does."
+    )
     vllm_server_host: str = option("0.0.0.0", "Server: its host.")
     vllm_server_port: int = option(8000, "Server: its port.")
     vllm_server_timeout: float = option(240.0, "Server: seconds to wait for it.")

@@ -1,6 +1,6 @@
 """What all trainers share: set-up in named steps, metrics, and what a checkpoint holds beside transformers' part."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,11 @@ class BaseTrainer(Trainer):
     """A `transformers.Trainer` whose subclasses bring a loss over flat batches."""
 
     args: Any
+    model: PreTrainedModel
+    processing_class: PreTrainedTokenizerBase
+    optimizer: Any
+    train_dataset: Any
+    eval_dataset: Any
 
     def __init__(
         self,
@@ -42,6 +47,10 @@ class BaseTrainer(Trainer):
         optimizers: tuple[Any, Any],
     ):
         set_seed(args.seed)
+        # The LM head is applied outside of the model's forward pass: a search would take its weights for unused.
+        if args.ddp_find_unused_parameters and args.world_size > 1:
+            raise ConfigError("`ddp_find_unused_parameters=True` cannot be used with this trainer: leave it out.")
+        args.ddp_find_unused_parameters = False
         policy = self._ready_policy(model, args)
         tokenizer = processing_class or load_tokenizer(policy, args.trust_remote_code)  # type: ignore[attr-defined]
         self.metrics: dict[Mode, Metrics] = {"train": Metrics(), "eval": Metrics()}
@@ -77,7 +86,7 @@ class BaseTrainer(Trainer):
         return policy
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["prompt", "image", "images"]
+        self._signature_columns = ["prompt", "image", "images"]  # type: ignore[assignment]
 
     def no_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Holds gradients back until the last micro-batch of an optimizer step."""
@@ -87,14 +96,13 @@ class BaseTrainer(Trainer):
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Adds the metrics gathered since the last log; `evaluate` returns them too."""
-        prefix = next((key.removesuffix("_runtime") for key in logs if key.endswith("_runtime")), None)
-        if prefix is None or prefix.startswith("eval"):
-            mode: Mode = "train" if prefix is None else "eval"
-            gather: Callable[[torch.Tensor], torch.Tensor] = self.processes.gather
-            own = self.metrics[mode].flush(gather)
-            users = self.user_metrics[mode].flush(gather)
-            own.update({f"logged/{name}" if name in own else name: value for name, value in users.items()})
-            logs.update({f"{prefix}_{name}" if prefix else name: value for name, value in own.items()})
+        prefix = log_prefix(logs)
+        if prefix != "train":
+            mode, before = mode_of(prefix), f"{prefix}_" if prefix else ""
+            logs.update({before + n: value for n, value in self.metrics[mode].flush(self.processes.gather).items()})
+            users = self.user_metrics[mode].flush(self.processes.gather)
+            taken = {*logs, *_NAMES_OF_TRANSFORMERS}
+            logs.update({f"{before}logged/{n}" if before + n in taken else before + n: v for n, v in users.items()})
         super().log(logs, start_time)
 
     def extra_state(self) -> dict[str, Any]:
@@ -104,18 +112,44 @@ class BaseTrainer(Trainer):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Takes what `extra_state` gave."""
 
+    def save_shared_state(self, folder: Path) -> None:
+        """Adds to a checkpoint, in the first process, what is the same in all of them."""
+
+    def load_shared_state(self, folder: Path) -> None:
+        """Takes, in every process, what `save_shared_state` wrote, if it is there."""
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
         folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.save_only_model or not folder.is_dir():
             return
         torch.save(self.extra_state(), folder / _state_file(self.args.process_index))
+        if self.args.process_index == 0:
+            self.save_shared_state(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
-        path = Path(resume_from_checkpoint) / _state_file(self.args.process_index)
+        folder = Path(resume_from_checkpoint)
+        self.load_shared_state(folder)
+        path = folder / _state_file(self.args.process_index)
         if path.is_file():
             self._resumed_state = torch.load(path, map_location="cpu", weights_only=True)
+
+
+def log_prefix(logs: dict[str, Any]) -> str | None:
+    """What the names of these logs begin with: None for those of a training step, "train" for those of its end, else
+    the prefix of an evaluation.
+    """
+    return next((key.removesuffix("_runtime") for key in logs if key.endswith("_runtime")), None)
+
+
+def mode_of(prefix: str | None) -> Mode:
+    """Whose metrics go with logs of this prefix."""
+    return "train" if prefix in (None, "train") else "eval"
+
+
+# Added to the logs after ours.
+_NAMES_OF_TRANSFORMERS = ("epoch", "step", "num_input_tokens_seen", "total_flos")
 
 
 def _state_file(rank: int) -> str:
@@ -130,4 +164,5 @@ def default_output_dir(model: str | PreTrainedModel, method: str) -> str:
 
 def column_lists(rows: Sequence[dict[str, Any]], without: Sequence[str]) -> dict[str, list[Any]]:
     """The rows' columns as lists, but those named."""
-    return {name: [row.get(name) for row in rows] for name in rows[0] if name not in without}
+    names = dict.fromkeys(name for row in rows for name in row if name not in without)
+    return {name: [row.get(name) for row in rows] for name in names}

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class CompletionTable:
     def __init__(self, max_rows: int):
         self._rows: deque[dict[str, Any]] = deque(maxlen=max_rows)
 
-    def extend(self, step: int, columns: dict[str, Sequence[Any]], extra: dict[str, Sequence[Any]]) -> None:
+    def extend(self, step: int, columns: Mapping[str, Sequence[Any]], extra: Mapping[str, Sequence[Any]]) -> None:
         """Adds rows given by columns of equal length.
 
         Args:
@@ -62,14 +62,28 @@ def as_text(value: str | Messages) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in value)
 
 
-def store(rows: Sequence[dict[str, Any]], folder: Path, step: int) -> Path:
-    """Writes the rows as `folder/completions_<step>.parquet` and returns the path."""
-    from datasets import Dataset
+def publish(rows: Sequence[dict[str, Any]], args: Any, step: int, prefix: str = "") -> None:
+    """Prints, stores and sends the rows as the arguments say (`trl.trainer.arguments.CompletionLogArguments`).
+
+    Args:
+        prefix: of the name of an evaluation's file, which would overwrite that of the training step.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    rows = [{name: row.get(name) for name in names} for row in rows]
+    show(rows, step, args.num_completions_to_print)
+    store(rows, Path(args.output_dir) / "completions", step, prefix)
+    send(rows, args.report_to, step, unique_prompts=args.log_unique_prompts)
+
+
+def store(rows: Sequence[dict[str, Any]], folder: Path, step: int, prefix: str = "") -> Path:
+    """Writes the rows as `folder/<prefix>completions_<step>.parquet` and returns the path."""
+    import pyarrow
+    import pyarrow.parquet
 
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"completions_{step:05d}.parquet"
+    path = folder / f"{prefix}completions_{step:05d}.parquet"
     readable = [{**row, "prompt": as_text(row["prompt"]), "completion": as_text(row["completion"])} for row in rows]
-    Dataset.from_list(readable).to_parquet(path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(readable), path)
     return path
 
 

@@ -10,7 +10,7 @@ from trl.trainer.arguments import BaseArguments
 
 
 @dataclass
-class TrainerConfig(BaseArguments, TrainingArguments):
+class TrainerConfig(BaseArguments, TrainingArguments):  # type: ignore[misc]  # `bf16` may be None, not asked for
     """`TrainingArguments` with this package's defaults; precision that was not asked for follows the hardware."""
 
     _VALID_DICT_FIELDS = [

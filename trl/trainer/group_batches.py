@@ -11,7 +11,10 @@ class GroupBatchArguments(Protocol):
     per_device_train_batch_size: int
     per_device_eval_batch_size: int
     gradient_accumulation_steps: int
-    world_size: int
+
+    @property
+    def world_size(self) -> int: ...
+
     num_generations: int | None
     num_generations_eval: int | None
     generation_batch_size: int | None
@@ -36,9 +39,10 @@ def resolve_batch_sizes(args: GroupBatchArguments, min_generations: int) -> None
         )
     if args.generation_batch_size is not None:
         if args.generation_batch_size % step:
+            fitting = _next_multiple(args.generation_batch_size, step)
             raise ConfigError(
                 f"`generation_batch_size` must be a multiple of the {step} completions of one micro-step over all "
-                f"processes (got {args.generation_batch_size}): set it to {step * (args.generation_batch_size // step + 1)}."
+                f"processes (got {args.generation_batch_size}): set it to {fitting}."
             )
         args.steps_per_generation = args.generation_batch_size // step
     elif args.steps_per_generation is None:
@@ -47,7 +51,7 @@ def resolve_batch_sizes(args: GroupBatchArguments, min_generations: int) -> None
     _check_group("num_generations", args.num_generations, min_generations)
     assert args.num_generations is not None
     if args.generation_batch_size % args.num_generations:
-        fitting = -(-args.generation_batch_size // args.num_generations) * args.num_generations
+        fitting = _next_multiple(args.generation_batch_size, args.num_generations)
         raise ConfigError(
             f"`num_generations` must divide the generation batch (got {args.num_generations} and "
             f"{args.generation_batch_size}): change `per_device_train_batch_size` or `gradient_accumulation_steps` so "
@@ -56,12 +60,23 @@ def resolve_batch_sizes(args: GroupBatchArguments, min_generations: int) -> None
     if args.num_generations_eval is None:
         args.num_generations_eval = args.num_generations
     _check_group("num_generations_eval", args.num_generations_eval, 1)
+    if args.eval_strategy != "no":
+        check_eval_batch(args)
+
+
+def check_eval_batch(args: GroupBatchArguments) -> None:
+    """Raises `ConfigError` unless evaluation batches hold whole groups."""
+    assert args.num_generations_eval is not None
     eval_batch = args.per_device_eval_batch_size * args.world_size
-    if args.eval_strategy != "no" and eval_batch % args.num_generations_eval:
+    if eval_batch % args.num_generations_eval:
         raise ConfigError(
             f"`num_generations_eval` must divide the evaluation batch over all processes (got "
             f"{args.num_generations_eval} and {eval_batch}): set `per_device_eval_batch_size` to a multiple of it."
         )
+
+
+def _next_multiple(value: int, factor: int) -> int:
+    return -(-value // factor) * factor
 
 
 def _check_group(name: str, value: int | None, least: int) -> None:

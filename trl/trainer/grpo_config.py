@@ -14,14 +14,13 @@ _NOT_YET = {
     "use_transformers_continuous_batching": False,
     "transformers_continuous_batching_config": None,
     "use_transformers_paged": False,
-    "vllm_structured_outputs_regex": None,
     "max_tool_calling_iterations": None,
     "log_completions_hub_repo": None,
 }
 
 
 @dataclass
-class GRPOConfig(GRPOArguments, TrainerConfig):
+class GRPOConfig(GRPOArguments, TrainerConfig):  # type: ignore[misc]  # see `TrainerConfig`
     """Options of `GRPOTrainer`: those of `trl.trainer.arguments.GRPOArguments` and of
     `transformers.TrainingArguments`.
 
@@ -44,9 +43,22 @@ class GRPOConfig(GRPOArguments, TrainerConfig):
         for name, unused in _NOT_YET.items():
             if (value := getattr(self, name)) != unused:
                 raise NotSupportedError(f"`{name}={value!r}` is not supported yet: leave it out.")
+        self._check_generation()
         resolve_batch_sizes(self, min_generations=2)
         self._check_loss()
         self._check_sampler_correction()
+
+    def _check_generation(self) -> None:
+        if not self.max_completion_length or self.max_completion_length < 1:
+            raise ConfigError(f"`max_completion_length` must be at least 1 (got {self.max_completion_length}).")
+        if self.temperature < 0:
+            raise ConfigError(f"`temperature` must not be negative (got {self.temperature}).")
+        parallelism = self.parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ConfigError(
+                f"Context and sequence parallelism cut sequences that are not written yet (got {parallelism.cp_size} "
+                f"and {parallelism.sp_size}): set `cp_size` and `sp_size` of `parallelism_config` to 1."
+            )
 
     def _check_loss(self) -> None:
         choices = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from trl.errors import ConfigError, NotSupportedError
+from trl.errors import NotSupportedError
 from trl.functional.advantages import group_relative
 from trl.functional.entropy import EntropyController, top_entropy_threshold
 from trl.functional.importance import off_policy_keep, sampler_correction
@@ -23,7 +23,7 @@ from trl.functional.policy import (
 )
 from trl.functional.reduce import kl_k3
 from trl.models.forward import TokenLogps
-from trl.rewards.scorer import RewardScorer, RewardSource
+from trl.rewards.scorer import RewardSource
 from trl.trainer.base import Mode, default_output_dir
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.online import OnlineTrainer
@@ -78,19 +78,11 @@ class GRPOTrainer(OnlineTrainer):
                 raise NotSupportedError(f"`{name}` is not supported yet: leave it out.")
         if args is None:
             args = GRPOConfig(output_dir=default_output_dir(model, "GRPO"))
-        if reward_funcs is None:
-            raise ConfigError("`reward_funcs` is missing: pass at least one reward function or reward model.")
-        scorer = RewardScorer(
-            reward_funcs,
-            reward_weights=args.reward_weights,
-            reward_processing_classes=reward_processing_classes,
-            model_init_kwargs=args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else None,
-            trust_remote_code=args.trust_remote_code,
-        )
         super().__init__(
             model,
             args,
-            scorer=scorer,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
             processing_class=processing_class,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -109,11 +101,14 @@ class GRPOTrainer(OnlineTrainer):
         )
         self.balance_coef = _balance_coef(self.model, args)
         self._step_entropy = torch.zeros(2, dtype=torch.float64)
+        self._step_policy_loss: Tensor | float = 0.0
 
     def annotate(self, batch: RolloutBatch, rewards_NF: Tensor, mode: Mode) -> dict[str, list[float]]:
         """Group-relative advantages."""
         args, metrics = self.args, self.metrics[mode]
         group_size = args.num_generations if mode == "train" else args.num_generations_eval
+        assert group_size is not None
+        assert not isinstance(args.scale_rewards, bool)  # the config made a word of it
         result = group_relative(
             rewards_NF,
             self.scorer.weights.cpu(),
@@ -142,11 +137,13 @@ class GRPOTrainer(OnlineTrainer):
         active = super().active_sequences(batch)
         if self.args.beta or self.args.entropy_coef or self.args.use_adaptive_entropy or self.balance_coef:
             return active
+        assert batch.advantages is not None
         return active & (batch.advantages.cpu() != 0)
 
     def loss(self, model: nn.Module, batch: RolloutBatch, mode: Mode) -> Tensor:
         """The policy loss, the KL penalty, the entropy bonus and the balance loss of a micro-batch."""
-        args = self.args
+        args, norm = self.args, batch.norm
+        assert norm is not None
         out = self.token_logps(model, batch, **({"with_aux_loss": True} if self.balance_coef else {}))
         tokens = self._policy_tokens(out, batch)
         keep = self._kept_tokens(out, batch, tokens)
@@ -160,16 +157,17 @@ class GRPOTrainer(OnlineTrainer):
             bias_corrected_kl=args.use_bias_correction_kl,
         )
         reduce = POLICY_LOSSES[args.loss_type][1]
-        loss = policy_loss = reduce(terms, tokens.mask, tokens.seq_of_token, batch.norm)
+        loss = policy_loss = reduce(terms, tokens.mask, tokens.seq_of_token, norm)
         if coef := self.active_entropy_coef:
             counted = tokens.mask if keep is None else tokens.mask * keep
-            loss = loss - coef * (out.entropies * counted).sum() / max(batch.norm.tokens, 1)
-            self.metrics[mode].mean("policy_loss", policy_loss)
+            loss = loss - coef * (out.entropies * counted).sum() / max(norm.tokens, 1)
         if out.aux_loss is not None:
-            share = batch.num_sequences / batch.norm.sequences
+            share = batch.num_sequences / norm.sequences
             loss = loss + self.balance_coef * out.aux_loss * share
             self.metrics[mode].mean("aux_loss", out.aux_loss)
         self._record(out, batch, tokens, mode)
+        if mode == "train":
+            self._step_policy_loss += policy_loss.detach().cpu()
         return loss
 
     @property
@@ -180,7 +178,7 @@ class GRPOTrainer(OnlineTrainer):
     @property
     def corrects_sampler(self) -> bool:
         """Whether an engine of its own sampled, whose log-probs may differ from the trainer's."""
-        return self.args.use_vllm and self.args.vllm_importance_sampling_correction
+        return self.engine.own_weights and self.args.vllm_importance_sampling_correction
 
     @property
     def on_policy(self) -> bool:
@@ -188,13 +186,17 @@ class GRPOTrainer(OnlineTrainer):
         return super().on_policy and not self.corrects_sampler
 
     def on_gradients_complete(self) -> None:
-        """Steers the weight of the entropy bonus."""
-        if self.args.use_adaptive_entropy:
+        """Records the loss without the entropy bonus, and steers the weight of that."""
+        args, metrics = self.args, self.metrics["train"]
+        if args.entropy_coef or args.use_adaptive_entropy:
+            metrics.mean("policy_loss", self._step_policy_loss)
+            metrics.mean("entropy_coef", self.active_entropy_coef)
+        if args.use_adaptive_entropy:
             total, count = self.processes.total(self._step_entropy).tolist()
             if count:
                 self.entropy_controller.update(total / count)
-            self.metrics["train"].mean("entropy_coef", self.entropy_controller.coef)
         self._step_entropy.zero_()
+        self._step_policy_loss = 0.0
 
     def extra_state(self) -> dict[str, Any]:
         """Also the entropy controller."""
@@ -206,6 +208,7 @@ class GRPOTrainer(OnlineTrainer):
         self.entropy_controller.load_state_dict(state["entropy_controller"])
 
     def _policy_tokens(self, out: TokenLogps, batch: RolloutBatch) -> PolicyTokens:
+        assert batch.advantages is not None
         seq_of_token = batch.seq_of_token
         old_logps = out.logps.detach() if batch.old_logps is None else batch.old_logps
         log_ratio = out.logps - old_logps
@@ -224,6 +227,7 @@ class GRPOTrainer(OnlineTrainer):
     def _kept_tokens(self, out: TokenLogps, batch: RolloutBatch, tokens: PolicyTokens) -> Tensor | None:
         """`[T]` tokens whose surrogate counts, or None for all."""
         keep = None
+        assert batch.advantages is not None
         if self.args.off_policy_mask_threshold is not None:
             behavior = batch.sampling_logps if self.corrects_sampler else batch.old_logps
             keep = off_policy_keep(
@@ -240,6 +244,8 @@ class GRPOTrainer(OnlineTrainer):
 
     def _add_correction(self, batch: RolloutBatch) -> None:
         args, metrics, mask = self.args, self.metrics["train"], batch.loss_mask
+        assert batch.old_logps is not None
+        assert batch.sampling_logps is not None
         batch.correction = sampler_correction(
             batch.old_logps,
             batch.sampling_logps,
@@ -259,7 +265,7 @@ class GRPOTrainer(OnlineTrainer):
         metrics.bound("sampling/importance_sampling_ratio/max", "max", ratio)
 
     def _choose_by_entropy(self, slices: list[RolloutBatch]) -> None:
-        """Marks the tokens of highest entropy among those of all processes, so that no cut into micro-batches matters."""
+        """Marks the tokens of highest entropy among those of all processes; no cut into micro-batches matters."""
         entropies = [self.frozen_logps(self.model, piece).entropies for piece in slices]
         counted = torch.cat([e[piece.loss_mask] for e, piece in zip(entropies, slices, strict=True)])
         threshold = top_entropy_threshold(self.processes.gather_ragged(counted), self.args.top_entropy_quantile)
@@ -292,9 +298,9 @@ class GRPOTrainer(OnlineTrainer):
         high = (tokens.ratio > 1 + options.high) & (tokens.advantages > 0)
         for name, hit in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
             metrics.mean(f"clip_ratio/{name}", hit[mask].double())
-        if mask.any():
-            metrics.bound("clip_ratio/low_min", "min", low[mask].double().mean())
-            metrics.bound("clip_ratio/high_max", "max", high[mask].double().mean())
+        # The mean over no token is NaN, which does not count.
+        metrics.bound("clip_ratio/low_min", "min", low[mask].double().mean())
+        metrics.bound("clip_ratio/high_max", "max", high[mask].double().mean())
 
 
 def _balance_coef(model: PreTrainedModel, args: GRPOConfig) -> float:

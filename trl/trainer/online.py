@@ -7,33 +7,47 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from trl.data.chat import decode_completions, encode_prompt
-from trl.data.formats import get_dataset_column_names
 from trl.data.sampling import GroupSampler, SamplerEpochCallback, repeat_iterable_dataset
-from trl.errors import ConfigError, DataError, NotSupportedError
-from trl.generation.build import build_engine
+from trl.errors import ConfigError
+from trl.generation.build import build_engine, check_engine
 from trl.models.forward import TokenLogps, token_logps
-from trl.models.load import end_of_sequence_ids
+from trl.models.load import compute_dtype, end_of_sequence_ids
 from trl.models.reference import frozen_copy
-from trl.rewards.scorer import RewardScorer
+from trl.rewards.scorer import RewardScorer, RewardSource
 from trl.rollout.buffer import RolloutBuffer
 from trl.rollout.collate import collate
 from trl.rollout.micro_batch import group_order, pieces, split
+from trl.rollout.normalizers import step_normalizers
 from trl.rollout.single_turn import roll_out
 from trl.trainer import completions as tables
-from trl.trainer.base import BaseTrainer, Mode, column_lists
+from trl.trainer.base import BaseTrainer, Mode, column_lists, log_prefix, mode_of
 from trl.trainer.callbacks import SyncRefModelCallback
-from trl.types import Normalizer, Rollout, RolloutBatch, Sampling
+from trl.trainer.completions import CompletionTable
+from trl.trainer.engine_weights import EngineWeights
+from trl.trainer.group_batches import check_eval_batch
+from trl.trainer.metrics import from_all_processes
+from trl.trainer.prompt_datasets import (
+    ROW_COLUMNS,
+    check_prompt_datasets,
+    extra_columns,
+    is_stream,
+    settings_for_streams,
+)
+from trl.trainer.sampling_options import sampling_of
+from trl.types import Normalizer, Rollout, RolloutBatch
 
 Rows = Sequence[dict[str, Any]]
+REFERENCE_FILE = "reference_model.pt"
 
 
 class OnlineTrainer(BaseTrainer):
@@ -44,18 +58,21 @@ class OnlineTrainer(BaseTrainer):
         model: str | PreTrainedModel,
         args: Any,
         *,
-        scorer: RewardScorer,
+        reward_funcs: RewardSource | list[RewardSource] | None,
+        reward_processing_classes: Any,
         processing_class: PreTrainedTokenizerBase | None,
         train_dataset: Any,
         eval_dataset: Any,
         callbacks: list[TrainerCallback] | None,
         optimizers: tuple[Any, Any],
     ):
-        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-            for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
-                _check_dataset(name, part, scorer)
-        if isinstance(train_dataset, (IterableDataset, *_streaming_types())):
-            _settings_for_streams(args)
+        check_prompt_datasets(train_dataset, eval_dataset)
+        check_engine(args)
+        scorer = _scorer_of(reward_funcs, reward_processing_classes, args)
+        for columns in extra_columns(train_dataset, eval_dataset):
+            scorer.check(columns)
+        if is_stream(train_dataset):
+            settings_for_streams(args)
         super().__init__(
             model,
             args,
@@ -68,7 +85,7 @@ class OnlineTrainer(BaseTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         tokenizer = self.processing_class
         self.scorer = scorer.to(self.accelerator.device)
-        self.sampling = _sampling_of(args)
+        self.sampling = sampling_of(args)
         self.ref_model = self._make_reference(policy)
         eos_ids = end_of_sequence_ids(policy, tokenizer)
         self.engine = build_engine(
@@ -78,9 +95,24 @@ class OnlineTrainer(BaseTrainer):
             pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos_ids),
             shared_prompts=self.packed,
             autocast=self.compute_loss_context_manager,
+            device=self.accelerator.device,
+            sends_weights=self.accelerator.is_main_process,
+        )
+        self.engine_weights = EngineWeights(
+            self.engine,
+            policy,
+            self.processes,
+            self.metrics["train"],
+            parity_steps=args.vllm_parity_check_steps,
+            score=lambda batch: self.frozen_logps(policy, batch, temperature=1.0).logps,
+            compute_dtype=compute_dtype(args, policy),
         )
         self.buffer = RolloutBuffer(args.steps_per_generation, args.num_iterations)
-        self.completion_table = tables.CompletionTable(args.generation_batch_size)
+        rows = args.per_device_train_batch_size * max(args.steps_per_generation, args.gradient_accumulation_steps)
+        self.completion_tables: dict[Mode, CompletionTable] = {
+            "train": CompletionTable(rows),
+            "eval": CompletionTable(max(rows, args.per_device_eval_batch_size)),
+        }
         self._resumed_state: dict[str, Any] | None = None
         self._step_seconds = 0.0
         self._warned_unscorable = False
@@ -119,8 +151,10 @@ class OnlineTrainer(BaseTrainer):
 
     def collect(self, rows: Rows, mode: Mode = "train") -> RolloutBatch:
         """One batch of completions, sampled, scored, annotated and recorded."""
-        prompts = [row["prompt"] for row in rows]
+        prompts, step = [row["prompt"] for row in rows], self.state.global_step
+        self.engine_weights.bring_up_to_date(step)
         rollouts = roll_out(self._encode(prompts), self.engine, self.sampling)
+        self.engine_weights.compare(rollouts, step)
         batch = collate(rollouts, self.accelerator.device, mask_truncated=self.args.mask_truncated_completions)
         texts = decode_completions([r.completion.token_ids for r in rollouts], prompts, self.processing_class)
         logged: dict[str, list[Any]] = {}
@@ -129,7 +163,7 @@ class OnlineTrainer(BaseTrainer):
         self._record_lengths(rollouts, mode)
         rewards = {name: own_rewards[:, i].tolist() for i, name in enumerate(self.scorer.names)}
         table = {"prompt": prompts, "completion": texts, **rewards, **columns}
-        self.completion_table.extend(self.state.global_step, table, logged)
+        self.completion_tables[mode].extend(step, table, logged)
         return batch
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -137,7 +171,7 @@ class OnlineTrainer(BaseTrainer):
         started = time.perf_counter()
         model.train()
         self.optimizer.train()
-        batch = self._prepare_inputs(inputs)
+        batch = self._in_short_step(self._prepare_inputs(inputs))
         active = self.active_sequences(batch)
         if not active.any():
             active[0] = True  # a zero gradient is not the same as none: momentum moves on
@@ -162,16 +196,18 @@ class OnlineTrainer(BaseTrainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
         return self.buffer.next(inputs, self._generation_batch)
 
-    def prediction_step(
+    def prediction_step(  # type: ignore[override]  # a batch is rows here
         self, model: nn.Module, inputs: Rows, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         """The loss of freshly sampled completions for these rows."""
         batch = self.collect(inputs, "eval")
         self._add_frozen_logps(batch, old=False)
-        batch.norm = self._normalizers([batch])[0]
+        batch.norm = self._normalizers([batch], accumulation=1)[0]
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.loss(model, batch, "eval")
-        return loss.detach(), None, None
+            loss = self.loss(model, batch, "eval").detach()
+        # Weighted by its sequences, where transformers would count the last, smaller batch as a whole one.
+        self.metrics["eval"].mean("loss", loss, weights=float(batch.num_sequences))
+        return loss, None, None
 
     def _generation_batch(self, rows: Rows) -> list[RolloutBatch]:
         """The slices of a new generation batch, one per micro-step, with everything the loss needs."""
@@ -179,7 +215,8 @@ class OnlineTrainer(BaseTrainer):
         if self.args.steps_per_generation > 1:
             batch = batch.select(group_order(batch))
         slices = batch.split(torch.arange(batch.num_sequences).chunk(self.args.steps_per_generation))
-        for piece, norm in zip(slices, self._normalizers(slices), strict=True):
+        norms = self._normalizers(slices, self.args.gradient_accumulation_steps)
+        for piece, norm in zip(slices, norms, strict=True):
             piece.norm = norm
             self._add_frozen_logps(piece, old=not self.on_policy)
         self.finish_slices(slices)
@@ -193,26 +230,16 @@ class OnlineTrainer(BaseTrainer):
         """Whether every slice is used before the weights that wrote it change."""
         return self.args.gradient_accumulation_steps % self.buffer.window == 0
 
-    def _normalizers(self, slices: Sequence[RolloutBatch]) -> list[Normalizer]:
+    def _in_short_step(self, batch: RolloutBatch) -> RolloutBatch:
+        """The batch, divided by less in the last optimizer step of an epoch where that has fewer micro-steps."""
+        share = self.current_gradient_accumulation_steps / self.args.gradient_accumulation_steps
+        return batch if share == 1.0 else replace(batch, norm=batch.norm and batch.norm.scaled(share))
+
+    def _normalizers(self, slices: Sequence[RolloutBatch], accumulation: int) -> list[Normalizer]:
         """What the loss of each slice divides by: counts over all processes, per process and optimizer step."""
         counts = torch.tensor([[float(s.loss_mask.sum()), float(s.num_sequences)] for s in slices])
         tokens, sequences = (self.processes.total(counts) / self.processes.count).unbind(1)
-        accumulation = self.args.gradient_accumulation_steps if self.model.training else 1
-        norms = []
-        for i in range(len(slices)):
-            first = i // accumulation * accumulation
-            step = slice(first, first + accumulation)
-            # An optimizer step may reach beyond this generation batch: what is not known yet counts as the average.
-            share = accumulation / len(tokens[step])
-            norms.append(
-                Normalizer(
-                    sequences=float(sequences[step].sum()) * share,
-                    tokens=float(tokens[step].sum()) * share,
-                    generation_tokens=float(tokens.sum()) * accumulation / len(slices),
-                    max_length=self.sampling.max_tokens,
-                )
-            )
-        return norms
+        return step_normalizers(tokens.tolist(), sequences.tolist(), accumulation, self.sampling.max_tokens)
 
     def _add_frozen_logps(self, batch: RolloutBatch, old: bool) -> None:
         """Adds the old and the reference log-probs, where the loss needs them."""
@@ -221,7 +248,7 @@ class OnlineTrainer(BaseTrainer):
         if self.ref_model is not None:
             batch.ref_logps = self.frozen_logps(self.ref_model, batch).logps
 
-    def frozen_logps(self, model: nn.Module, batch: RolloutBatch) -> TokenLogps:
+    def frozen_logps(self, model: nn.Module, batch: RolloutBatch, **options: Any) -> TokenLogps:
         """Log-probs and entropies of a batch without gradient, in micro-batches."""
         logps = torch.zeros(batch.num_tokens, device=batch.device)
         entropies = torch.zeros_like(logps)
@@ -230,7 +257,7 @@ class OnlineTrainer(BaseTrainer):
         model.eval()
         with torch.no_grad(), self.compute_loss_context_manager():
             for piece in pieces(batch, torch.arange(batch.num_sequences), self.args.max_tokens_per_micro_batch):
-                out = self.token_logps(model, batch.select(piece))
+                out = self.token_logps(model, batch.select(piece), **options)
                 where = batch.tokens_of(piece)
                 logps[where], entropies[where] = out.logps.float(), out.entropies.float()
         model.train(training)
@@ -238,14 +265,8 @@ class OnlineTrainer(BaseTrainer):
 
     def token_logps(self, model: nn.Module, batch: RolloutBatch, **options: Any) -> TokenLogps:
         """`models.forward.token_logps` with this run's settings."""
-        return token_logps(
-            model,
-            batch,
-            temperature=self.sampling.temperature or 1.0,
-            packed=self.packed,
-            fp32_head=self.args.cast_lm_head_to_fp32,
-            **options,
-        )
+        settings = {"temperature": self.sampling.temperature or 1.0, "packed": self.packed}
+        return token_logps(model, batch, **{**settings, "fp32_head": self.args.cast_lm_head_to_fp32, **options})
 
     # ---- its parts ----
 
@@ -274,7 +295,7 @@ class OnlineTrainer(BaseTrainer):
             prompts,
             texts,
             [r.completion.token_ids for r in rollouts],
-            column_lists(rows, without=("prompt", "completion", "completion_ids")),
+            column_lists(rows, without=ROW_COLUMNS),
             trainer_state=self.state,
             log_extra=logged.__setitem__,
             log_metric=self.user_metrics[mode].mean,
@@ -307,14 +328,16 @@ class OnlineTrainer(BaseTrainer):
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Logs with the metrics gathered, the token count, and the table of completions."""
-        if not any(key.endswith("_runtime") for key in logs):
+        prefix = log_prefix(logs)
+        if prefix is None:
             logs["num_tokens"] = self.state.num_input_tokens_seen
         super().log(logs, start_time)
-        if self.args.log_completions and len(self.completion_table) and self.accelerator.is_main_process:
-            rows, step = self.completion_table.take(), self.state.global_step
-            tables.show(rows, step, self.args.num_completions_to_print)
-            tables.store(rows, Path(self.args.output_dir) / "completions", step)
-            tables.send(rows, self.args.report_to, step, unique_prompts=self.args.log_unique_prompts)
+        if not self.args.log_completions:
+            return
+        table = self.completion_tables[mode_of(prefix)]
+        rows = from_all_processes(table.take())
+        if rows and self.accelerator.is_main_process:
+            tables.publish(rows, self.args, self.state.global_step, "" if prefix in (None, "train") else f"{prefix}_")
 
     # ---- set-up ----
 
@@ -329,7 +352,7 @@ class OnlineTrainer(BaseTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Batches of the rows of one whole generation round, repeated for every micro-step it feeds."""
         dataset = self.train_dataset
-        if isinstance(dataset, (IterableDataset, *_streaming_types())):
+        if is_stream(dataset):
             dataset = repeat_iterable_dataset(dataset, **self._group_plan())
         return self._get_dataloader(
             dataset=dataset,
@@ -350,8 +373,19 @@ class OnlineTrainer(BaseTrainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         dataset = self.train_dataset if train_dataset is None else train_dataset
         sampler = GroupSampler(dataset, **self._group_plan(), shuffle=self.args.shuffle_dataset, seed=seed)
+        self.remove_callback(SamplerEpochCallback)  # that of an earlier call of `train`
         self.add_callback(SamplerEpochCallback(sampler))
         return sampler
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Batches of whole groups."""
+        check_eval_batch(self.args)
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if is_stream(dataset):
+            eval_dataset = repeat_iterable_dataset(dataset, self.args.num_generations_eval, 1)
+        return super().get_eval_dataloader(eval_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler:
         return GroupSampler(eval_dataset, self.args.num_generations_eval, 1, shuffle=False, seed=0)
@@ -366,8 +400,19 @@ class OnlineTrainer(BaseTrainer):
         """Continues inside the generation window."""
         self.buffer.load_state_dict(state["buffer"], self.accelerator.device)
 
+    def save_shared_state(self, folder: Path) -> None:
+        """The reference model, where it moves."""
+        if self.args.sync_ref_model and self.ref_model is not None:
+            torch.save(self.ref_model.state_dict(), folder / REFERENCE_FILE)
+
+    def load_shared_state(self, folder: Path) -> None:
+        """The reference model as it was."""
+        if self.args.sync_ref_model and self.ref_model is not None and (folder / REFERENCE_FILE).is_file():
+            self.ref_model.load_state_dict(torch.load(folder / REFERENCE_FILE, map_location="cpu", weights_only=True))
+
     def start_training(self) -> None:
         """Sets the generation window to where training starts or goes on."""
+        self.engine_weights.forget()
         if self._resumed_state is not None:
             self.load_extra_state(self._resumed_state)
             self._resumed_state = None
@@ -388,49 +433,18 @@ class _StartOfTraining(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._trainer.start_training()
 
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The best checkpoint may have been loaded.
+        self._trainer.engine_weights.forget()
 
-def _sampling_of(args: Any) -> Sampling:
-    return Sampling(
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        extra=args.generation_kwargs or {},
+
+def _scorer_of(reward_funcs: Any, reward_processing_classes: Any, args: Any) -> RewardScorer:
+    if reward_funcs is None:
+        raise ConfigError("`reward_funcs` is missing: pass at least one reward function or reward model.")
+    return RewardScorer(
+        reward_funcs,
+        reward_weights=args.reward_weights,
+        reward_processing_classes=reward_processing_classes,
+        model_init_kwargs=args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else None,
+        trust_remote_code=args.trust_remote_code,
     )
-
-
-def _streaming_types() -> tuple[type, ...]:
-    import datasets
-
-    return (datasets.IterableDataset,)
-
-
-def _check_dataset(name: str, dataset: Any, scorer: RewardScorer) -> None:
-    """Raises where a dataset cannot be trained on, before a model is loaded."""
-    if dataset is None:
-        if name == "train_dataset":
-            raise ConfigError("`train_dataset` is missing: pass a dataset with a `prompt` column.")
-        return
-    import datasets
-
-    if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset, torch.utils.data.Dataset, list)):
-        raise TypeError(f"`{name}` must be a dataset, or for evaluation a dict of them (got {type(dataset).__name__}).")
-    if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
-        columns = get_dataset_column_names(dataset)
-        if "prompt" not in columns:
-            raise DataError(f"`{name}` has no column `prompt` (it has {', '.join(columns)}): rename the one that is.")
-        if {"image", "images"} & set(columns):
-            raise NotSupportedError(f"`{name}` has images, which are not supported yet: drop the column.")
-        scorer.check([c for c in columns if c not in ("prompt", "completion", "completion_ids")])
-
-
-def _settings_for_streams(args: Any) -> None:
-    """Lets every process read the whole stream and take its own rows."""
-    args.accelerator_config.dispatch_batches = False
-    if args.dataloader_num_workers:
-        warnings.warn(
-            "A streaming dataset is read in the main process: `dataloader_num_workers` is 0 now.", stacklevel=4
-        )
-        args.dataloader_num_workers = 0

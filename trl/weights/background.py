@@ -14,7 +14,7 @@ from trl.errors import ServerTimeoutError
 
 T = TypeVar("T")
 
-# How long to wait for a server's words after a broadcast to it broke: they say more than "connection closed".
+# How long to wait for a server's words after a broadcast to it broke: they may say more than "connection closed".
 _WORDS_S = 2.0
 
 
@@ -92,7 +92,7 @@ def together(call: Callable[[], Any], work: Callable[[], Any], deadline: float) 
 
     Raises:
         ServerTimeoutError: not both have ended within `deadline` seconds.
-        Exception: what the call raised, or else the work.
+        Exception: whatever came first, with a note of what the other raised.
     """
     outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
     for place, function in enumerate((call, work)):
@@ -101,8 +101,7 @@ def together(call: Callable[[], Any], work: Callable[[], Any], deadline: float) 
             daemon=True,
             name="trl-weights",
         ).start()
-    limit, found = time.monotonic() + deadline, dict[int, _Outcome]()
-    end = limit
+    end, found = time.monotonic() + deadline, dict[int, _Outcome]()
     while len(found) < 2:
         try:
             outcome = outcomes.get(timeout=max(0.0, end - time.monotonic()))
@@ -112,14 +111,15 @@ def together(call: Callable[[], Any], work: Callable[[], Any], deadline: float) 
         if outcome.error is not None:
             if outcome.place == 0:
                 break
-            end = min(limit, time.monotonic() + _WORDS_S)
-    if 0 not in found and time.monotonic() >= limit:
-        raise ServerTimeoutError(f"The server did not end within {deadline:g} s")
-    for outcome in sorted(found.values(), key=lambda o: o.place):
-        if outcome.error is not None:
-            raise outcome.error
+            end = min(end, time.monotonic() + _WORDS_S)
+    failures = [outcome for outcome in found.values() if outcome.error is not None]
+    for first in failures[:1]:
+        assert first.error is not None
+        for other in failures[1:]:
+            first.error.add_note(f"{'This process' if other.place else 'The server'}: {other.error}")
+        raise first.error
     if len(found) < 2:
-        raise ServerTimeoutError(f"This process did not end within {deadline:g} s")
+        raise ServerTimeoutError(f"{'This process' if 0 in found else 'The server'} did not end within {deadline:g} s")
     return found[0].value, found[1].value
 
 

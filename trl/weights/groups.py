@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _PORT_PAUSE_S = 0.1
+_CLOSE_S = 0.2
 
 
 class BroadcastGroup(Protocol):
@@ -99,8 +100,11 @@ class GlooGroup:
     def close(self) -> None:
         """Leaves the group, at once: where a broadcast is stuck, its connections end when its time is up."""
         parts, self._parts, self._group = self._parts, [], None
-        # Freeing a group waits for what it is doing.
-        threading.Thread(target=parts.clear, daemon=True, name="trl-weights-close").start()
+        # Freeing a group waits for what it is doing, so it is not done here. A group at rest is free in no time, and a
+        # process that ends should not meet it half freed.
+        thread = threading.Thread(target=parts.clear, daemon=True, name="trl-weights-close")
+        thread.start()
+        thread.join(_CLOSE_S)
 
 
 class NCCLGroup:

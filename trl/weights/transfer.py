@@ -142,6 +142,14 @@ class BroadcastTransfer:
         group, progress, given_up = self._group, _Progress(infos), threading.Event()
 
         def broadcast_all() -> None:
+            try:
+                broadcast_each()
+            except BaseException:
+                # The workers wait for what does not come: this ends their waiting, and the server can say so.
+                group.close()
+                raise
+
+        def broadcast_each() -> None:
             for chunk, buffer in zip(chunks, pack(as_announced(infos, weights), chunks), strict=True):
                 if given_up.is_set():
                     return
@@ -150,7 +158,7 @@ class BroadcastTransfer:
 
         try:
             together(lambda: self._client.update_weights(update_info, deadline), broadcast_all, deadline)
-        except Exception as error:
+        except BaseException as error:
             # A half-sent stream leaves both sides at different places: the next update joins anew.
             given_up.set()
             self.close()
@@ -203,7 +211,7 @@ class SharedMemoryTransfer:
             for chunk in bounded_chunks(infos, limit):
                 sizes = self._fill(buffer, stream, chunk.stop - chunk.start)
                 self._hand_over(infos[chunk], handle, sizes, max(0.1, end - time.monotonic()))
-        except Exception:
+        except BaseException:
             # The server may still read what it was given: the next update writes elsewhere.
             self._memory.close()
             raise

@@ -1,0 +1,95 @@
+"""The policy's weights in an engine that has its own: brought up to date before it generates, and compared."""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trl.generation.dispatch import Processes
+from trl.generation.parity import as_batch, compare, verdict
+from trl.generation.vllm_server import VLLMServerEngine
+from trl.trainer.metrics import Metrics
+from trl.types import Engine, Rollout, RolloutBatch
+from trl.weights.source import PolicyWeights
+
+# Enough tokens to tell one model from another, few enough to cost nothing.
+_SEQUENCES, _TOKENS = 8, 256
+
+
+class EngineWeights:
+    """Keeps an engine's weights those of the policy.
+
+    Args:
+        engine: an engine without weights of its own needs nothing.
+        model: the policy.
+        processes: of the run; all of them call every method at the same time.
+        metrics: receive `sampling/weight_sync_time`, `sampling/parity_kl` and `sampling/parity_max`.
+        parity_steps: optimizer steps between two comparisons; 0 for none.
+        score: log-probs `[T]` of a batch by the policy at temperature 1, without gradient.
+        compute_dtype: in which the policy computes, e.g. `bfloat16`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        processes: Processes,
+        metrics: Metrics,
+        *,
+        parity_steps: int,
+        score: Callable[[RolloutBatch], Tensor],
+        compute_dtype: str,
+    ):
+        self._engine, self._processes, self._metrics = engine, processes, metrics
+        self._weights = PolicyWeights(model)
+        self._parity_steps, self._score, self._compute_dtype = parity_steps, score, compute_dtype
+        self._sent_at: int | None = None
+        self._compared_at: int | None = None
+
+    def bring_up_to_date(self, step: int) -> None:
+        """Sends the weights, unless the policy has not moved since they were sent.
+
+        Args:
+            step: optimizer steps done, which is the version of the weights.
+        """
+        if self._sent_at == step:
+            return
+        started = time.perf_counter()
+        self._engine.update_weights(self._weights, step)
+        self._processes.wait()
+        self._sent_at = step
+        if self._engine.own_weights:
+            self._metrics.mean("sampling/weight_sync_time", time.perf_counter() - started)
+
+    def forget(self) -> None:
+        """Sends at the next opportunity: the weights may have changed without a step, by loading some."""
+        self._sent_at = None
+
+    def compare(self, rollouts: Sequence[Rollout], step: int) -> None:
+        """Has engine and policy score the same tokens, where a comparison is due.
+
+        Raises:
+            ParityError: they cannot have the same weights.
+        """
+        if not isinstance(self._engine, VLLMServerEngine) or not self._parity_steps:
+            return
+        if self._compared_at is not None and step - self._compared_at < self._parity_steps:
+            return
+        self._compared_at = step
+        sequences = [[*r.prompt_ids, *r.completion.token_ids][:_TOKENS] for r in rollouts[:_SEQUENCES]]
+        sequences = [ids for ids in sequences if len(ids) > 1]
+        if not sequences:
+            return
+        own = self._score(as_batch(sequences, _device(self._weights)))
+        for server, logps in zip(self._engine.servers, self._engine.score(sequences), strict=True):
+            parity = compare(logps, own)
+            self._metrics.mean("sampling/parity_kl", parity.kl)
+            self._metrics.bound("sampling/parity_max", "max", torch.tensor([parity.max]))
+            if warning := verdict(parity, [self._compute_dtype, server.facts.dtype]):
+                warnings.warn(f"{server.client.base_url}: {warning}", stacklevel=2)
+
+
+def _device(weights: PolicyWeights) -> torch.device:
+    return next(tensor.device for _, tensor in weights)
