@@ -16,7 +16,7 @@ from trl.generation.local import LocalEngine
 from trl.generation.parity import as_batch
 from trl.models.forward import supports_packing, token_logps
 from trl.models.load import use_packed_attention
-from trl.types import Prompt, Sampling
+from trl.types import Prompt, RolloutBatch, Sampling
 
 
 def make_model(dtype: torch.dtype) -> Qwen2ForCausalLM:
@@ -45,6 +45,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
+def groups(sequences: list[list[int]]) -> RolloutBatch:
+    """Eight prompts of different lengths with four completions each."""
+    prompts = [[*ids[: 3 + 7 * i], 5] for i, ids in enumerate(sequences[:8])]
+    completions = sequences[:32]
+    device = torch.device("cuda")
+    flat = [token for ids in completions for token in ids]
+    return RolloutBatch(
+        prompt_ids=torch.tensor([token for ids in prompts for token in ids], device=device),
+        prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
+        prompt_of_seq=torch.arange(8).repeat_interleave(4),
+        completion_ids=torch.tensor(flat, device=device),
+        completion_lengths=torch.tensor([len(ids) for ids in completions]),
+        loss_mask=torch.ones(len(flat), dtype=torch.bool, device=device),
+    )
+
+
 def main() -> None:
     results: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     lengths = torch.randint(2, 200, (32,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -56,6 +72,15 @@ def main() -> None:
         packed, padded = (token_logps(model, batch, packed=p).logps for p in (True, False))
         results[f"packing supported, {dtype}"] = supports_packing(model)
         results[f"packed - padded, {dtype}"] = float((packed - padded).abs().max())
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model(dtype)
+        batch = groups(sequences)
+        packed, padded = (token_logps(model, batch, packed=p).logps for p in (True, False))
+        exact = token_logps(make_model(torch.float32), batch, packed=False).logps
+        results[f"groups with shared prompts: packed - padded, {dtype}"] = float((packed - padded).abs().max())
+        results[f"groups: mean |packed - float32|, |padded - float32|, {dtype}"] = [
+            float((x - exact).abs().mean()) for x in (packed, padded)
+        ]
     model = make_model(torch.float32)
     engine = LocalEngine(model, eos_ids=[1])
     prompts = [Prompt(ids[:5]) for ids in sequences[:8] if len(ids) >= 5]

@@ -180,6 +180,7 @@ def train(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         timed(parts["vllm_generation"], "sync_weights", "sync", syncs)
     trainer.train()
     body = log[1:]
+    last_sync = trainer.engine.last_sync[0].seconds if "engine" in parts else {}
     return {
         "label": args.label,
         "backend": args.backend,
@@ -187,6 +188,7 @@ def train(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "sync_max": round(max(syncs[1:], default=0.0), 4),
         "tokens": statistics.median(tokens),
         "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "last_sync": {name: round(seconds, 4) for name, seconds in last_sync.items()},
         "history": [e for e in trainer.state.log_history if "sampling/parity_kl" in e or "loss" in e][-2:],
     }
 
@@ -203,6 +205,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--memory", type=float, default=0.4, help="share of GPU memory for the server")
     args = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the trainer's, before CUDA starts; the server gets its own
     model = args.model or Path(tempfile.gettempdir()) / "grpo-bench-0.5b"
     if not (model / "config.json").exists():
         make_model(model)
@@ -210,11 +213,13 @@ def main() -> None:
     server = start_server(model, args.backend, args.memory, log)
     try:
         print(f"server ready after {wait_for(server, log, 300):.0f} s", flush=True)
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
         print("RESULT", json.dumps(train(model, args)), flush=True)
     finally:
         server.terminate()
-        server.wait(30)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 if __name__ == "__main__":

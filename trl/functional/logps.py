@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 22
-"""Logits of one chunk: 16 MiB in float32, small enough for a processor's cache, large enough to fill a GPU."""
+CPU_CHUNK_ELEMENTS = 1 << 22
+"""Logits of one chunk on a processor: 16 MiB in float32, which its cache holds."""
+
+GPU_CHUNK_ELEMENTS = 1 << 27
+"""Logits of one chunk on a GPU: 512 MiB in float32, so that one product fills it and launches cost nothing."""
 
 KEPT_ELEMENTS = 1 << 24
 """Up to this many probabilities (64 MiB in float32) are kept for the backward pass; a larger batch repeats them."""
@@ -55,7 +58,7 @@ def chosen_logps(
     bias: Tensor | None = None,
     transform: LogitTransform | None = None,
     compute_dtype: torch.dtype | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and entropy of the distribution it comes from, both `[T]`, in nats.
 
@@ -66,7 +69,10 @@ def chosen_logps(
         weight: `[V, H]`, `bias`: `[V]`.
         targets: `[T]` token ids.
         compute_dtype: type of the matrix products; the type of `hidden` when not given.
+        chunk_elements: logits of one chunk; by the device when not given.
     """
+    if chunk_elements is None:
+        chunk_elements = CPU_CHUNK_ELEMENTS if hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
     transform = transform or LogitTransform()
     dtype = compute_dtype or hidden.dtype
     # Cast outside of the function, where autograd casts the gradients back.

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Pre
 from trl.errors import GenerationError
 from trl.generation.sampling import Sampler, resolve
 from trl.models.decode import SharedPromptCache
-from trl.models.forward import prompt_logits, step_logits
+from trl.models.forward import prompt_logits, step_logits, supports_packing
 from trl.types import Completion, FinishReason, Prompt, Sampling, WeightStream
 
 
@@ -22,8 +22,8 @@ class LocalEngine:
         model: the causal language model, not wrapped.
         eos_ids: every id that ends a completion.
         pad_id: fills finished rows where the model's own `generate` has to be used.
-        shared_prompts: compute every distinct prompt once and keep its keys and values once; for models that pass
-            `models.forward.supports_packing`. Otherwise the model's own `generate` is used.
+        shared_prompts: compute every distinct prompt once and keep its keys and values once, which needs a model that
+            passes `models.forward.supports_packing`; False uses the model's own `generate`. None finds out.
         autocast: context factory under which the model runs.
     """
 
@@ -35,13 +35,13 @@ class LocalEngine:
         *,
         eos_ids: Sequence[int],
         pad_id: int = 0,
-        shared_prompts: bool = True,
+        shared_prompts: bool | None = None,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self.model = model
         self.eos_ids = sorted(eos_ids)
         self.pad_id = pad_id
-        self.shared_prompts = shared_prompts
+        self.shared_prompts = supports_packing(model) if shared_prompts is None else shared_prompts
         self.autocast = autocast
         self.policy_version = 0
 

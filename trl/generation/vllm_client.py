@@ -332,10 +332,9 @@ class VLLMClient:
         )
 
     def _error(self, method: str, path: str, status: int | None, message: str) -> ServerError:
-        hint = _hint(path, status, message)
-        text = (
-            f"{method} {self.base_url}{path}{f' answered {status}' if status else ''}: {message}{hint and ' ' + hint}"
-        )
+        text = f"{method} {self.base_url}{path}{f' answered {status}' if status else ''}: {message}"
+        if hint := _hint(path, status, message):
+            text = f"{text.rstrip('.')}. {hint}"
         return ServerError(text, method=method, path=path, status=status, server_message=message)
 
 

@@ -7,10 +7,12 @@ function is PyTorch's scaled-dot-product attention, as transformers calls it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -61,41 +63,81 @@ class _Bucket:
         return self.masks[window]
 
 
+@dataclass(frozen=True)
+class _Ragged:
+    """The segments as a variable-length kernel takes them.
+
+    Attributes:
+        keys: `[Tk]` indices into the row of every segment's prefix and stretch, one segment after the other.
+        query_ends, key_ends: `[segments + 1]` int32, cumulative lengths.
+        longest_query, longest_key: in tokens.
+    """
+
+    keys: Tensor
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+
+
 class PackedLayout:
-    """What each stretch of a packed row attends to. Built once per batch, used by every layer.
+    """What each stretch of a packed row attends to. Made once per batch, used by every layer.
 
     Args:
-        segments: they cover the row without overlap.
+        segments: they cover the row without overlap, in its order.
         device: where the index tensors go.
         max_waste: a bucket takes further segments while its padded area stays below this multiple of the useful one.
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device, max_waste: float = 1.25):
-        order = sorted(
-            (s for s in segments if s.length), key=lambda s: (s.prefix_length > 0, s.length + s.prefix_length)
-        )
-        self.buckets: list[_Bucket] = []
-        group: list[Segment] = []
-        for segment in order:
-            if group and _waste([*group, segment]) > max_waste:
-                self.buckets.append(_make_bucket(group, device))
-                group = []
-            group.append(segment)
-        if group:
-            self.buckets.append(_make_bucket(group, device))
+        self._segments = [s for s in segments if s.length]
+        self._device, self._max_waste = device, max_waste
+
+    @cached_property
+    def buckets(self) -> list[_Bucket]:
+        """The segments in groups of similar size, for kernels that want rectangles."""
+        order = sorted(self._segments, key=lambda s: (s.prefix_length > 0, s.length + s.prefix_length))
+        groups: list[list[Segment]] = []
+        queries = keys = useful = 0
+        for s in order:
+            size = s.length + s.prefix_length
+            wider = (max(queries, s.length), max(keys, size), useful + s.length * size)
+            if groups and (len(groups[-1]) + 1) * wider[0] * wider[1] <= self._max_waste * wider[2]:
+                groups[-1].append(s)
+                queries, keys, useful = wider
+            else:
+                groups.append([s])
+                queries, keys, useful = s.length, size, s.length * size
+        return [_make_bucket(group, self._device) for group in groups]
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """`[row]` where the buckets' valid queries, one after the other, hold each place of the row."""
         rows = torch.cat([b.queries[b.valid] for b in self.buckets])
-        self.inverse = torch.empty_like(rows)
-        self.inverse[rows] = torch.arange(len(rows), device=device)
+        inverse = torch.empty_like(rows)
+        inverse[rows] = torch.arange(len(rows), device=self._device)
+        return inverse
+
+    @cached_property
+    def ragged(self) -> _Ragged:
+        """The segments for a variable-length kernel, whose queries are the row as it is."""
+        lengths = torch.tensor([s.length for s in self._segments])
+        pieces = [(s.prefix_start, s.prefix_length, s.start, s.length) for s in self._segments]
+        starts = torch.tensor([start for a, _, c, _ in pieces for start in (a, c)])
+        sizes = torch.tensor([size for _, b, _, d in pieces for size in (b, d)])
+        offsets = torch.arange(int(sizes.sum())) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+        key_lengths = sizes.view(-1, 2).sum(1)
+        return _Ragged(
+            keys=(torch.repeat_interleave(starts, sizes) + offsets).to(self._device),
+            query_ends=_ends(lengths).to(self._device),
+            key_ends=_ends(key_lengths).to(self._device),
+            longest_query=int(lengths.max()),
+            longest_key=int(key_lengths.max()),
+        )
 
 
-def _area(segment: Segment) -> int:
-    return segment.length * (segment.length + segment.prefix_length)
-
-
-def _waste(group: Sequence[Segment]) -> float:
-    queries = max(s.length for s in group)
-    keys = max(s.length + s.prefix_length for s in group)
-    return len(group) * queries * keys / sum(map(_area, group))
+def _ends(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
 
 
 def _make_bucket(group: Sequence[Segment], device: torch.device) -> _Bucket:
@@ -151,20 +193,60 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if shared_cache is not None:
         shared_cache.store_prompts(cast(int, module.layer_idx), k, v)
-    grouped = q.shape[1] != k.shape[1]
+    # The kernel for ragged batches is Flash Attention's: 16 bits, on CUDA, without dropout.
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
+        return _ragged_attention(q, k, v, packed_layout.ragged, scaling, sliding_window).unsqueeze(0), None
+    return _bucketed_attention(q, k, v, packed_layout, scaling, dropout, sliding_window).unsqueeze(0), None
+
+
+def _ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, ragged: _Ragged, scaling: float | None, window: int | None
+) -> Tensor:
+    """`[row, heads, dim]` in one call. A segment's last query sees all of its keys, the one before one less."""
+    repeats = q.shape[1] // k.shape[1]
+    if repeats > 1:
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    out = varlen_attn(
+        q.contiguous(),
+        k[ragged.keys],
+        v[ragged.keys],
+        ragged.query_ends,
+        ragged.key_ends,
+        ragged.longest_query,
+        ragged.longest_key,
+        scale=scaling,
+        window_size=(-1, 0) if window is None else (window - 1, 0),
+    )
+    return cast(Tensor, out)
+
+
+def _bucketed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """`[row, heads, dim]` in one padded call a bucket."""
+    repeats = q.shape[1] // k.shape[1]
+    if repeats > 1 and q.is_cuda:
+        # With a mask, CUDA has no fast kernel for fewer key than query heads.
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     pieces = []
-    for bucket in packed_layout.buckets:
+    for bucket in layout.buckets:
         out = scaled_dot_product_attention(
             q[bucket.queries].transpose(1, 2),
             k[bucket.keys].transpose(1, 2),
             v[bucket.keys].transpose(1, 2),
-            attn_mask=bucket.mask(sliding_window),
+            attn_mask=bucket.mask(window),
             dropout_p=dropout,
             scale=scaling,
-            enable_gqa=grouped,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         pieces.append(out.transpose(1, 2)[bucket.valid])
-    return torch.cat(pieces)[packed_layout.inverse].unsqueeze(0), None
+    return torch.cat(pieces)[layout.inverse]
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -46,6 +46,11 @@ class BaseTrainer(Trainer):
         callbacks: list[TrainerCallback] | None,
         optimizers: tuple[Any, Any],
     ):
+        if args.n_gpu > 1:
+            raise ConfigError(
+                f"{args.n_gpu} GPUs are visible to one process, which would copy the model to each for every step: "
+                "start one process per GPU with `accelerate launch`, or show it one by CUDA_VISIBLE_DEVICES."
+            )
         set_seed(args.seed)
         # The LM head is applied outside of the model's forward pass: a search would take its weights for unused.
         if args.ddp_find_unused_parameters and args.world_size > 1:

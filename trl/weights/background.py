@@ -83,12 +83,15 @@ class DaemonPool:
             batch.run(place)
 
 
-def together(call: Callable[[], Any], work: Callable[[], Any], deadline: float) -> tuple[Any, Any]:
+def together(
+    call: Callable[[], Any], work: Callable[[], Any], deadline: float, give_up: Callable[[], None] | None = None
+) -> tuple[Any, Any]:
     """Results of both, which need each other to end.
 
     Args:
         call: the request to a server.
         work: this process's part.
+        give_up: called when the work has failed, so that the server stops waiting for it and can answer.
 
     Raises:
         ServerTimeoutError: not both have ended within `deadline` seconds.
@@ -111,6 +114,8 @@ def together(call: Callable[[], Any], work: Callable[[], Any], deadline: float) 
         if outcome.error is not None:
             if outcome.place == 0:
                 break
+            if give_up is not None:
+                give_up()
             end = min(end, time.monotonic() + _WORDS_S)
     failures = [outcome for outcome in found.values() if outcome.error is not None]
     for first in failures[:1]:
@@ -119,7 +124,9 @@ def together(call: Callable[[], Any], work: Callable[[], Any], deadline: float) 
             first.error.add_note(f"{'This process' if other.place else 'The server'}: {other.error}")
         raise first.error
     if len(found) < 2:
-        raise ServerTimeoutError(f"{'This process' if 0 in found else 'The server'} did not end within {deadline:g} s")
+        raise ServerTimeoutError(
+            f"{'This process' if 0 in found else 'The server'} did not end within {deadline:.3g} s"
+        )
     return found[0].value, found[1].value
 
 

@@ -108,7 +108,7 @@ class GlooGroup:
 
 
 class NCCLGroup:
-    """An NCCL group with the workers of a vLLM server, through torch's own binding.
+    """An NCCL group with the workers of a vLLM server.
 
     Workers find rank 0 by a key of a TCP store and expect there a pickled id, then one all-reduce (vLLM's
     `StatelessProcessGroup` and `PyNcclCommunicator`).
@@ -119,34 +119,28 @@ class NCCLGroup:
     """
 
     def __init__(self, store: dist.TCPStore, world_size: int, device: torch.device):
-        from torch.cuda import nccl
+        from trl.weights.nccl_library import Communicator, new_unique_id
 
-        self._nccl = nccl
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        unique_id = nccl.unique_id()
         self._store: dist.TCPStore | None = store
+        unique_id = new_unique_id()
         store.set("broadcast_from/0/0", _pickled_unique_id(unique_id))  # type: ignore[arg-type]
-        with torch.cuda.device(device):
-            self._comm = nccl.init_rank(world_size, unique_id, 0)
-            ready = torch.zeros(1, device=device)
-            self._run(lambda: nccl.all_reduce([ready], streams=[self._stream], comms=[self._comm]))
+        self._communicator = Communicator(world_size, unique_id, 0, device)
+        self._communicator.all_reduce_one(self._stream)
+        self._stream.synchronize()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Sends from this process. Returns when the GPU has sent."""
-        # Counts are 32 bits wide in torch's binding; what is sent are bytes, whatever they are called.
-        wide = tensor.view(torch.int64) if tensor.numel() % 8 == 0 and tensor.data_ptr() % 8 == 0 else tensor
-        self._run(lambda: self._nccl.broadcast([wide], streams=[self._stream], comms=[self._comm]))
-
-    def _run(self, call: object) -> None:
-        assert callable(call)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        call()
-        self._stream.synchronize()
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._communicator.broadcast_bytes(tensor, 0, self._stream)
+            self._stream.synchronize()
 
     def close(self) -> None:
-        """Forgets the communicator and gives the port back; the workers keep theirs until they join another."""
-        self._comm = self._store = None
+        """Ends the communicator, a stuck broadcast with it, and gives the port back."""
+        self._communicator.abort()
+        self._store = None
 
 
 _UNIQUE_ID_MODULE = "vllm.distributed.device_communicators.pynccl_wrapper"

@@ -236,9 +236,9 @@ class ServerSync:
 
     def _failure(self, phase: str, error: BaseException, took: float, ending: _Ending) -> WeightSyncError:
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", []))
-        words = f"{str(error).rstrip('.')}.{notes}"
+        words = str(error) if str(error).endswith((".", "?")) else f"{error}."
         return WeightSyncError(
-            f"The weights did not reach {self._client.base_url} (phase {phase}, after {took:.1f} s): {words} "
+            f"The weights did not reach {self._client.base_url} (phase {phase}, after {took:.1f} s): {words}{notes} "
             f"{_AFTERWARDS[phase][ending]}",
             phase=phase,
             repaired=ending == "previous",

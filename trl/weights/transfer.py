@@ -142,14 +142,6 @@ class BroadcastTransfer:
         group, progress, given_up = self._group, _Progress(infos), threading.Event()
 
         def broadcast_all() -> None:
-            try:
-                broadcast_each()
-            except BaseException:
-                # The workers wait for what does not come: this ends their waiting, and the server can say so.
-                group.close()
-                raise
-
-        def broadcast_each() -> None:
             for chunk, buffer in zip(chunks, pack(as_announced(infos, weights), chunks), strict=True):
                 if given_up.is_set():
                     return
@@ -157,7 +149,7 @@ class BroadcastTransfer:
                 group.broadcast(buffer)
 
         try:
-            together(lambda: self._client.update_weights(update_info, deadline), broadcast_all, deadline)
+            together(lambda: self._client.update_weights(update_info, deadline), broadcast_all, deadline, group.close)
         except BaseException as error:
             # A half-sent stream leaves both sides at different places: the next update joins anew.
             given_up.set()
