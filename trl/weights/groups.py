@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import pickle
 import sys
-import threading
 import time
 import types
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from trl.weights.background import start_in_library
 
 _PORT_PAUSE_S = 0.1
 _CLOSE_S = 0.2
@@ -102,9 +103,7 @@ class GlooGroup:
         parts, self._parts, self._group = self._parts, [], None
         # Freeing a group waits for what it is doing, so it is not done here. A group at rest is free in no time, and a
         # process that ends should not meet it half freed.
-        thread = threading.Thread(target=parts.clear, daemon=True, name="trl-weights-close")
-        thread.start()
-        thread.join(_CLOSE_S)
+        start_in_library(parts.clear, "trl-weights-close").join(_CLOSE_S)
 
 
 class NCCLGroup:
