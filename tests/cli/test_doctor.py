@@ -23,9 +23,6 @@ HEAD = {"lm_head.weight": chain_logits(CHAIN_S).T / 8}
 SERVER_ROWS = ["vLLM version", "dev mode", "weight transfer", "log-prob mode", "log-prob cap", "context"]
 SERVER_ROWS += ["vocabulary", "parity"]
 
-# Strict, so that mending it shows here.
-CASCADE = pytest.mark.xfail(strict=True, reason="what follows from one mistake of a server is told as further failures")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -171,7 +168,7 @@ def test_a_server_as_it_should_be(options: dict[str, str], version: str) -> None
         ({"backend": None}, "weight transfer", "off", '--weight-transfer-config \'{"backend": "nccl"}\''),
         ({"logprobs_mode": "raw_logprobs"}, "log-prob mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
         ({"max_model_len": 30}, "context", "30 tokens, and completions may have 30", "--max-model-len"),
-        pytest.param({"vocab_size": 60}, "vocabulary", "smaller than 64", "serve the model", marks=CASCADE),
+        ({"vocab_size": 60}, "vocabulary", "smaller than 64", "serve the model"),
         ({"vocab_size": 70, "weights": larger_head(70)}, "vocabulary", "larger than 64", "serve the model"),
         ({"weights": {"lm_head.weight": HEAD["lm_head.weight"].roll(1)}}, "parity", "nats", "serve the model"),
         ({"version": "0.34"}, "vLLM version", "0.34.0", "vllm_allow_unsupported_version"),
@@ -194,9 +191,9 @@ def test_each_mistake_of_a_server_is_found(
         {"backend": None},
         {"logprobs_mode": "raw_logprobs"},
         {"vocab_size": 70, "weights": larger_head(70)},
-        pytest.param({"dev_mode": False}, marks=CASCADE),
-        pytest.param({"vocab_size": 60}, marks=CASCADE),
-        pytest.param({"max_model_len": 8}, marks=CASCADE),
+        {"dev_mode": False},
+        {"vocab_size": 60},
+        {"max_model_len": 8},
     ],
 )
 def test_one_mistake_is_one_failure(options: dict[str, str], changes: dict[str, Any]) -> None:
@@ -260,7 +257,6 @@ def test_a_server_is_not_changed(options: dict[str, str]) -> None:
         }
 
 
-@pytest.mark.xfail(strict=True, reason="a failed call of a server comes without a repair")
 def test_a_server_that_fails_is_a_failure_and_the_next_one_is_still_looked_at(options: dict[str, str]) -> None:
     faults = {"/server_info": Fault("status", "out of order")}
     with good_server(faults=faults) as broken, good_server() as good:

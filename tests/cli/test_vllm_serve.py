@@ -214,3 +214,17 @@ def test_help_needs_no_vllm_and_starts_nothing(install: Any, capsys: pytest.Capt
     install(folder=None)
     assert main(["vllm-serve", "--help"]) == 0
     assert "--tensor_parallel_size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("backend", "pickled"), [("nccl", False), ("gloo", False), ("ipc", True), ("shm", True)])
+def test_pickled_handles_are_allowed_where_they_are_used(
+    backend: str, pickled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(vllm_serve, "version", lambda name: parse_version("0.32.0"))
+    monkeypatch.setattr(vllm_serve.shutil, "which", lambda name, path: str(tmp_path / "vllm"))
+    monkeypatch.setattr(vllm_serve.os, "execve", lambda path, words, env: recorded.update(env=env))
+    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
+    main(["vllm-serve", "--model", "m", "--backend", backend])
+    assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in recorded["env"]) is pickled
+    assert ("VLLM_ALLOW_INSECURE_SERIALIZATION=1" in capsys.readouterr().out) is pickled

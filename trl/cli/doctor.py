@@ -13,6 +13,8 @@ from trl.cli.train import METHODS, Request, build_config, load_data, load_reward
 from trl.errors import ConfigError, ParityError, ServerError, ServerVersionError, TRLError
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
+# Enough to tell one model from another.
+_PARITY_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def _lengths(request: Request, args: Any, dataset: Any, model: _Model) -> Findin
             for row in islice(dataset, 200)
         ]
     except TRLError as error:
-        return Finding("prompts", "fail", str(error))
+        return Finding("prompts", "fail", str(error), "mend or drop the row")
     longest = max(lengths) + args.max_completion_length
     limit = getattr(model.policy.config.get_text_config(), "max_position_embeddings", None)
     detail = f"longest of {len(lengths)} prompts {max(lengths)} tokens, with its completion up to {longest}"
@@ -152,7 +154,7 @@ def _servers(args: Any, model: _Model | None) -> Iterator[Finding]:
         try:
             yield from _server(args, client, model)
         except ServerError as error:
-            yield Finding(f"server {client.base_url}", "fail", str(error))
+            yield Finding(f"server {client.base_url}", "fail", str(error), "see the server's log, and restart it")
         finally:
             client.close()
 
@@ -172,16 +174,42 @@ def _server(args: Any, client: Any, model: _Model | None) -> Iterator[Finding]:
         return
     yield Finding("vLLM version", "ok", facts.version)
     yield from server_settings(facts, args)
-    if model is not None:
-        yield _vocabulary(client, model)
+    if model is None:
+        return
+    vocabulary = _vocabulary(client, model)
+    yield vocabulary
+    if vocabulary.verdict == "fail":
+        yield Finding("parity", "skip", "the vocabularies differ")
+    elif facts.max_model_len <= _PARITY_TOKENS:
+        yield Finding("parity", "skip", f"the context has no room for {_PARITY_TOKENS} tokens")
+    else:
         yield _parity(client, facts, model)
 
 
 def server_settings(facts: Any, args: Any) -> Iterator[Finding]:
     """What can be told from the server's own account, without a model."""
+    yield _row("dev mode", facts.dev_mode, "VLLM_SERVER_DEV_MODE=1 vllm serve …")
+    if not facts.dev_mode:
+        for subject in ("weight transfer", "log-prob mode", "log-prob cap"):
+            yield Finding(subject, "skip", "told in dev mode only")
+    else:
+        yield from _dev_settings(facts, args)
+    room = facts.max_model_len - args.max_completion_length
+    if room < 1:
+        yield Finding(
+            "context",
+            "fail",
+            f"{facts.max_model_len} tokens, and completions may have {args.max_completion_length}",
+            "vllm serve … --max-model-len N, or a smaller `max_completion_length`",
+        )
+    else:
+        yield Finding("context", "ok", f"{facts.max_model_len} tokens: prompts of up to {room}")
+
+
+def _dev_settings(facts: Any, args: Any) -> Iterator[Finding]:
+    """What a server tells in dev mode only."""
     import torch
 
-    yield _row("dev mode", facts.dev_mode, "VLLM_SERVER_DEV_MODE=1 vllm serve …")
     yield _row("weight transfer", facts.backend, """vllm serve … --weight-transfer-config '{"backend": "nccl"}'""")
     on_gpu = torch.cuda.is_available() and not args.use_cpu
     shared = on_gpu and "vllm" in _programs_on_gpu().lower()
@@ -211,16 +239,6 @@ def server_settings(facts: Any, args: Any) -> Iterator[Finding]:
         yield Finding(
             "log-prob cap", "warn", f"{facts.max_logprobs}; a teacher needs more", "vllm serve … --max-logprobs -1"
         )
-    room = facts.max_model_len - args.max_completion_length
-    if room < 1:
-        yield Finding(
-            "context",
-            "fail",
-            f"{facts.max_model_len} tokens, and completions may have {args.max_completion_length}",
-            "vllm serve … --max-model-len N, or a smaller `max_completion_length`",
-        )
-    else:
-        yield Finding("context", "ok", f"{facts.max_model_len} tokens: prompts of up to {room}")
 
 
 def _row(subject: str, good: Any, repair: str, found: Any = None) -> Finding:
@@ -266,7 +284,7 @@ def _parity(client: Any, facts: Any, model: _Model) -> Finding:
     from trl.weights.source import dtype_name
 
     size = model.policy.config.get_text_config().vocab_size
-    sequences = torch.randint(size, (4, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    sequences = torch.randint(size, (4, _PARITY_TOKENS), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.no_grad():
         own = token_logps(model.policy, as_batch(sequences, model.policy.device), packed=False).logps
     parity = compare(client.prompt_logps(sequences), own)

@@ -104,9 +104,13 @@ def _become_server(argv: Sequence[str]) -> NoReturn:
     command = serve_command(argv, installed.public)
     host = command[command.index("--host") + 1]
     print("`trl vllm-serve` is deprecated: it runs this command, which you can run yourself.", file=sys.stderr)
-    print(f"VLLM_SERVER_DEV_MODE=1 {shlex.join(command)}", flush=True)
+    variables = {"VLLM_SERVER_DEV_MODE": "1"}
+    if any(f'"{backend}"' in word for backend in ("ipc", "shm") for word in command):
+        # Their handles travel pickled, which vLLM takes only when told to.
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    print(" ".join(f"{name}={value}" for name, value in variables.items()), shlex.join(command), flush=True)
     print(f"{_EXPOSED} Listening on {host}.", file=sys.stderr, flush=True)
-    os.execve(executable, command, {**os.environ, "VLLM_SERVER_DEV_MODE": "1"})
+    os.execve(executable, command, {**os.environ, **variables})
 
 
 def _flag(text: str) -> bool:

@@ -78,7 +78,9 @@ class EngineWeights:
         if self._compared_at is not None and step - self._compared_at < self._parity_steps:
             return
         self._compared_at = step
-        sequences = [[*r.prompt_ids, *r.completion.token_ids][:_TOKENS] for r in rollouts[:_SEQUENCES]]
+        # The server needs room for one more token than it scores.
+        room = min(_TOKENS, *(server.facts.max_model_len - 1 for server in self._engine.servers))
+        sequences = [[*r.prompt_ids, *r.completion.token_ids][:room] for r in rollouts[:_SEQUENCES]]
         sequences = [ids for ids in sequences if len(ids) > 1]
         if not sequences:
             return

@@ -1,5 +1,6 @@
 """Group relative policy optimisation (GRPO, arXiv:2402.03300) and the losses that grew out of it."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from trl.rewards.scorer import RewardSource
 from trl.trainer.base import Mode, default_output_dir
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.online import OnlineTrainer
-from trl.types import RolloutBatch
+from trl.types import RolloutBatch, Sampling
 
 
 class GRPOTrainer(OnlineTrainer):
@@ -99,6 +100,8 @@ class GRPOTrainer(OnlineTrainer):
             low=args.entropy_coef_min,
             high=args.entropy_coef_max,
         )
+        if self.corrects_sampler:
+            _warn_of_truncated_sampling(self.sampling)
         self.balance_coef = _balance_coef(self.model, args)
         self._step_entropy = torch.zeros(2, dtype=torch.float64)
         self._step_policy_loss: Tensor | float = 0.0
@@ -301,6 +304,20 @@ class GRPOTrainer(OnlineTrainer):
         # The mean over no token is NaN, which does not count.
         metrics.bound("clip_ratio/low_min", "min", low[mask].double().mean())
         metrics.bound("clip_ratio/high_max", "max", high[mask].double().mean())
+
+
+def _warn_of_truncated_sampling(sampling: Sampling) -> None:
+    """The sampler's log-probs are those after truncation, the trainer's of the whole distribution."""
+    given = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    if cut := {name: value for name, value in given.items() if value not in (neutral[name], 0.0)}:
+        settings = ", ".join(f"`{name}={value}`" for name, value in cut.items())
+        warnings.warn(
+            f"With {settings} the sampler's probabilities are those of the tokens that were left, the trainer's those "
+            "of all: the importance ratio is off by what was cut away. Leave the truncation out, or set "
+            "`vllm_importance_sampling_correction=False`.",
+            stacklevel=4,
+        )
 
 
 def _balance_coef(model: PreTrainedModel, args: GRPOConfig) -> float:

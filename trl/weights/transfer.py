@@ -24,7 +24,7 @@ from trl.weights.groups import BroadcastGroup, GlooGroup, NCCLGroup, open_store
 from trl.weights.packing import as_announced, bounded_chunks, broadcast_chunks, pack
 from trl.weights.source import TensorInfo, as_bytes, dtype_name
 
-BUFFER_BYTES = 1 << 30
+BUFFER_BYTES = 1 << 28
 NUM_BUFFERS = 2
 
 
