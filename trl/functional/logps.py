@@ -16,8 +16,8 @@ CPU_CHUNK_ELEMENTS = 1 << 22
 GPU_CHUNK_ELEMENTS = 1 << 27
 """Logits of one chunk on a GPU: 512 MiB in float32, so that one product fills it and launches cost nothing."""
 
-KEPT_ELEMENTS = 1 << 24
-"""Up to this many probabilities (64 MiB in float32) are kept for the backward pass; a larger batch repeats them."""
+KEPT_ELEMENTS = 1 << 25
+"""Up to this many probabilities (128 MiB in float32) are kept for the backward pass; a larger batch repeats them."""
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,8 @@ class SharedPromptCache:
         slots[prompt_of_row[order], slot] = order
         flat = torch.empty(len(order), dtype=torch.long)
         flat[order] = prompt_of_row[order] * width + slot
+        # Whole groups in the order of their prompts: rows are slots, and no gathering is needed.
+        self._regular = prompts * width == len(order) and bool((order == torch.arange(len(order))).all())
         self._slots, self._flat_slot = slots.to(self.device), flat.to(self.device)
         self._row_prompt = prompt_of_row.to(self.device)
         self._row_prompt_pad = self._prompt_pad[self._row_prompt][:, None, None]
@@ -107,7 +109,7 @@ class SharedPromptCache:
 
     def _to_slots(self, x: Tensor) -> Tensor:
         """`[N, K, R, E]` rows to `[P, K, slots * R, E]`: the rows of a prompt side by side."""
-        x = x[self._slots]
+        x = x.view(*self._slots.shape, *x.shape[1:]) if self._regular else x[self._slots]
         prompts, slots, kv_heads, repeats, width = x.shape
         return x.transpose(1, 2).reshape(prompts, kv_heads, slots * repeats, width)
 
@@ -116,7 +118,8 @@ class SharedPromptCache:
         prompts, _, _, width = x.shape
         slots = self._slots.shape[1]
         x = x.view(prompts, kv_heads, slots, -1, width).transpose(1, 2)
-        return x.reshape(prompts * slots, kv_heads, -1, width)[self._flat_slot]
+        x = x.reshape(prompts * slots, kv_heads, -1, width)
+        return x if self._regular else x[self._flat_slot]
 
     def _apply_window(self, prompt_scores: Tensor, own_scores: Tensor, window: int) -> None:
         position = self.positions()[:, None, None, None]
