@@ -30,7 +30,7 @@ SETTINGS = {  # name: (model, prompts, completions per prompt, completion tokens
     "tiny 4x8x32, long prompts": ("tiny", 4, 8, 32, 140),
     "135m 4x4x32": ("135m", 4, 4, 32, 12),
 }
-VARIANTS = {"best": {"bf16": False, "gradient_checkpointing": False}, "defaults": {}}
+VARIANTS = {"best": {"bf16": False, "gradient_checkpointing": False}, "defaults": {"use_cpu": True}}
 PHASES = ("generate", "rest of roll-out", "train", "optimizer")
 
 
@@ -71,6 +71,7 @@ def make_135m(folder: Path, gguf: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+    vars(loaded.config).pop("quantization_config", None)  # loading has undone it
     fresh = type(loaded)(loaded.config)
     fresh.load_state_dict(loaded.state_dict())
     fresh.save_pretrained(folder)
