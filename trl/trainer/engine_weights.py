@@ -1,5 +1,6 @@
 """The policy's weights in an engine that has its own: brought up to date before it generates, and compared."""
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,7 +13,9 @@ from trl.generation.parity import as_batch, compare, verdict
 from trl.generation.vllm_server import VLLMServerEngine
 from trl.trainer.metrics import Metrics
 from trl.types import Engine, Rollout, RolloutBatch
-from trl.weights.source import PolicyWeights
+from trl.weights.source import PolicyWeights, dtype_name
+
+logger = logging.getLogger(__name__)
 
 # Enough tokens to tell one model from another, few enough to cost nothing.
 _SEQUENCES, _TOKENS = 8, 256
@@ -45,6 +48,7 @@ class EngineWeights:
         self._engine, self._processes, self._metrics = engine, processes, metrics
         self._weights = PolicyWeights(model)
         self._parity_steps, self._score, self._compute_dtype = parity_steps, score, compute_dtype
+        report_dtype_gap(engine, self._weights)
         self._sent_at: int | None = None
         self._compared_at: int | None = None
 
@@ -91,6 +95,22 @@ class EngineWeights:
             self._metrics.bound("sampling/parity_max", "max", torch.tensor([parity.max]))
             if warning := verdict(parity, [self._compute_dtype, server.facts.dtype]):
                 warnings.warn(f"{server.client.base_url}: {warning}", stacklevel=2)
+
+
+def report_dtype_gap(engine: Engine, weights: PolicyWeights) -> None:
+    """Says once where a server keeps the weights in another dtype than the trainer: they are rounded on the way."""
+    if not isinstance(engine, VLLMServerEngine):
+        return
+    own = {dtype_name(info.dtype) for info in weights.metadata()}
+    for server in engine.servers:
+        if server.facts.dtype is not None and own != {server.facts.dtype}:
+            logger.warning(
+                "The trainer's weights are %s, those of %s %s: they are rounded once on the way, and the importance "
+                "ratio carries the difference.",
+                " and ".join(sorted(own)),
+                server.client.base_url,
+                server.facts.dtype,
+            )
 
 
 def _device(weights: PolicyWeights) -> torch.device:

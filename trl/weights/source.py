@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trl.models.shard import unwrap
+from trl.weights.adapters import Adapters
 
 # What wrappers put into parameter names; an engine knows checkpoint names.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module.")
@@ -31,7 +32,7 @@ class TensorInfo:
 class PolicyWeights:
     """A re-iterable stream of `(name, full tensor)` under checkpoint names, each tensor once.
 
-    The model keeps its own precision: a tensor is rounded once, on the way.
+    The model keeps its own precision and its adapters: a tensor is merged and rounded once, on the way.
 
     Args:
         model: the policy, wrapped for training or not.
@@ -41,6 +42,7 @@ class PolicyWeights:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None):
         self._model = unwrap(model)
         self._dtype = dtype
+        self._adapters = Adapters(self._model)
 
     def in_dtype(self, dtype: torch.dtype | None) -> "PolicyWeights":
         """The same stream in another dtype."""
@@ -48,17 +50,22 @@ class PolicyWeights:
 
     def metadata(self) -> list[TensorInfo]:
         """What `__iter__` yields, in its order, without touching the data."""
-        return [TensorInfo(name, self._sent_dtype(p), tuple(p.shape)) for name, p in self._parameters()]
+        return [TensorInfo(name, self._sent_dtype(p), tuple(p.shape)) for name, _, p in self._parameters()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._parameters():
-            yield name, parameter.detach().to(self._sent_dtype(parameter))
+        for name, own_name, parameter in self._parameters():
+            with torch.no_grad():
+                merged = self._adapters.merged(own_name, parameter.detach())
+            yield name, merged.to(self._sent_dtype(parameter))
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._model.named_parameters():
+    def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Checkpoint name, the model's own name, and the parameter."""
+        for own_name, parameter in self._model.named_parameters():
+            name = own_name
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
-            yield name, parameter
+            if (checkpoint_name := self._adapters.checkpoint_name(name)) is not None:
+                yield checkpoint_name, own_name, parameter
 
     def _sent_dtype(self, parameter: Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype

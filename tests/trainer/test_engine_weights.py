@@ -1,0 +1,69 @@
+"""What is said about an engine's weights before training."""
+
+import logging
+
+import pytest
+import torch
+from fixtures.engines import ScriptedEngine
+from fixtures.models import random_model
+
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_probe import ServerFacts
+from trl.generation.vllm_server import Server, VLLMServerEngine
+from trl.trainer.engine_weights import report_dtype_gap
+from trl.weights.source import PolicyWeights
+
+
+def engine_of(dtype: str | None) -> VLLMServerEngine:
+    facts = ServerFacts(
+        version="0.32.0",
+        model="m",
+        model_path="m",
+        max_model_len=64,
+        dev_mode=True,
+        world_size=1,
+        backend="nccl",
+        logprobs_mode="processed_logprobs",
+        max_logprobs=-1,
+        dtype=dtype,
+    )
+    return VLLMServerEngine([Server(VLLMClient("http://127.0.0.1:9"), facts)])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "server", "said"),
+    [
+        (torch.float32, "bfloat16", "float32"),
+        (torch.bfloat16, "float16", "bfloat16"),
+        (torch.float32, "float32", None),
+        (torch.float32, None, None),
+    ],
+)
+def test_a_gap_between_the_dtypes_is_reported_once(trainer, server, said, caplog):
+    engine = engine_of(server)
+    with caplog.at_level(logging.WARNING):
+        report_dtype_gap(engine, PolicyWeights(random_model().to(trainer)))
+    engine.close()
+    messages = [record.getMessage() for record in caplog.records]
+    if said is None:
+        assert messages == []
+    else:
+        (message,) = messages
+        assert f"weights are {said}," in message
+        assert server in message
+
+
+def test_mixed_weights_are_named_as_such(caplog):
+    model = random_model().bfloat16()
+    model.model.norm.float()
+    engine = engine_of("bfloat16")
+    with caplog.at_level(logging.WARNING):
+        report_dtype_gap(engine, PolicyWeights(model))
+    engine.close()
+    assert "bfloat16 and float32" in caplog.text
+
+
+def test_an_engine_that_is_the_model_has_no_gap(caplog):
+    with caplog.at_level(logging.WARNING):
+        report_dtype_gap(ScriptedEngine([[1]]), PolicyWeights(random_model()))
+    assert caplog.records == []
