@@ -1,1 +1,0 @@
-"""What users were promised: one file an area, numbers worked out from what a run recorded."""
