@@ -18,6 +18,8 @@ Json = dict[str, Any]
 
 # A call that may run twice without harm is tried again when the connection breaks or the server is overloaded.
 _RETRY_STATUS = (502, 503)
+# A server closes a connection that was idle for 5 s; a call that may not run twice must not meet that moment.
+_IDLE_S = 2.0
 _RETRY_PAUSE_S = 0.5
 # A connection that breaks again and again has a reason: what is asked for may be what breaks it.
 _MAX_BROKEN_CONNECTIONS = 3
@@ -72,7 +74,11 @@ class VLLMClient:
             transport=transport,
             # Loading the certificates takes longer than most calls, and plain HTTP needs none.
             verify=self.base_url.startswith("https:"),
-            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+            limits=httpx.Limits(
+                max_connections=max_connections,
+                max_keepalive_connections=max_connections,
+                keepalive_expiry=_IDLE_S,
+            ),
             # The server is named by the user: a proxy in between would only lose the long requests.
             trust_env=False,
         )
