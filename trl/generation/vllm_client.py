@@ -18,8 +18,6 @@ Json = dict[str, Any]
 
 # A call that may run twice without harm is tried again when the connection breaks or the server is overloaded.
 _RETRY_STATUS = (502, 503)
-# A server closes a connection that was idle for 5 s; a call that may not run twice must not meet that moment.
-_IDLE_S = 2.0
 _RETRY_PAUSE_S = 0.5
 # A connection that breaks again and again has a reason: what is asked for may be what breaks it.
 _MAX_BROKEN_CONNECTIONS = 3
@@ -68,24 +66,29 @@ class VLLMClient:
         self.base_url = (base_url or f"http://{host}:{server_port}").rstrip("/")
         self.timeout = timeout
         key = api_key or os.environ.get("VLLM_API_KEY")
-        self._http = httpx.Client(
-            base_url=self.base_url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            transport=transport,
+        settings: Json = {
+            "base_url": self.base_url,
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
+            "transport": transport,
             # Loading the certificates takes longer than most calls, and plain HTTP needs none.
-            verify=self.base_url.startswith("https:"),
-            limits=httpx.Limits(
-                max_connections=max_connections,
-                max_keepalive_connections=max_connections,
-                keepalive_expiry=_IDLE_S,
-            ),
+            "verify": self.base_url.startswith("https:"),
             # The server is named by the user: a proxy in between would only lose the long requests.
-            trust_env=False,
+            "trust_env": False,
+        }
+        self._http = httpx.Client(
+            **settings,
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+        )
+        # A server may close a connection as a call is put on it, after an error or when it was idle. What may run twice
+        # is tried again; what may not gets a connection of its own.
+        self._http_once = httpx.Client(
+            **settings, limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=0)
         )
 
     def close(self) -> None:
         """Closes the connections."""
         self._http.close()
+        self._http_once.close()
 
     # ---- what the server is ----
 
@@ -275,7 +278,7 @@ class VLLMClient:
         while True:
             last = time.monotonic() + _RETRY_PAUSE_S >= end
             try:
-                response = self._send(method, path, body, deadline=end - time.monotonic())
+                response = self._send(method, path, body, deadline=end - time.monotonic(), once=not repeat)
             except ServerUnreachableError:
                 broken += 1
                 if not repeat or last or broken == _MAX_BROKEN_CONNECTIONS or not self.health(1.0):
@@ -305,13 +308,16 @@ class VLLMClient:
             raise self._error(method, path, 200, f"{str(answer)[:200]}, without `{name}`: is this vLLM?")
         return answer[name]
 
-    def _send(self, method: str, path: str, body: Json | None = None, *, deadline: float) -> httpx.Response:
-        """One request, within `deadline` seconds as a whole."""
+    def _send(
+        self, method: str, path: str, body: Json | None = None, *, deadline: float, once: bool = False
+    ) -> httpx.Response:
+        """One request, within `deadline` seconds as a whole; `once` for one that may not run twice."""
+        http = self._http_once if once else self._http
         end = time.monotonic() + deadline
         timeout = httpx.Timeout(max(deadline, 0.001), connect=max(0.001, min(deadline, 10.0)))
-        request = self._http.build_request(method, path, json=body, timeout=timeout)
+        request = http.build_request(method, path, json=body, timeout=timeout)
         try:
-            response = self._http.send(request, stream=True)
+            response = http.send(request, stream=True)
             # The body has what is left of the time, not all of it again.
             request.extensions["timeout"]["read"] = max(0.001, end - time.monotonic())
             try:
