@@ -37,7 +37,7 @@ _OTHER = ("do_sample", "min_new_tokens")
 
 
 def resolve(sampling: Sampling) -> Sampling:
-    """The sampling with entries of `extra` that have a field of their own moved there; they win.
+    """The sampling as the built-in generation takes it: `with_overrides`, and greedy for `do_sample=False`.
 
     Raises:
         ConfigError: for an entry nobody here understands.
@@ -48,11 +48,16 @@ def resolve(sampling: Sampling) -> Sampling:
             f"`generation_kwargs` holds {', '.join(f'`{u}`' for u in unknown)}, which the built-in generation does not "
             f"have. It has: {', '.join(sorted(known))}."
         )
+    sampling = with_overrides(sampling)
+    temperature = 0.0 if sampling.extra.get("do_sample") is False else sampling.temperature
+    extra = {k: v for k, v in sampling.extra.items() if k != "do_sample"}
+    return replace(sampling, temperature=temperature, extra=extra)
+
+
+def with_overrides(sampling: Sampling) -> Sampling:
+    """The sampling with those entries of `extra` that have a field of their own moved there; they win."""
     changes = {_OVERRIDES[k]: v for k, v in sampling.extra.items() if k in _OVERRIDES}
-    if sampling.extra.get("do_sample") is False:
-        changes["temperature"] = 0.0
-    extra = {k: v for k, v in sampling.extra.items() if k not in _OVERRIDES and k != "do_sample"}
-    return replace(sampling, **changes, extra=extra)
+    return replace(sampling, **changes, extra={k: v for k, v in sampling.extra.items() if k not in _OVERRIDES})
 
 
 @dataclass

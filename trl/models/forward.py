@@ -7,6 +7,7 @@ sequences, right-padded. Both layouts compute the same numbers.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def token_logps(
 def prompt_logits(model: nn.Module, prompts: Sequence[Sequence[int]], cache: SharedPromptCache) -> Tensor:
     """`[P, V]` logits after each prompt, computed in one packed row; the cache takes the keys and values."""
     lengths = [len(p) for p in prompts]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    starts = list(accumulate(lengths, initial=0))[:-1]
     flat = torch.tensor([token for p in prompts for token in p], device=cache.device)
     positions = torch.tensor([i for n in lengths for i in range(n)], device=cache.device)
     layout = PackedLayout([Segment(s, n) for s, n in zip(starts, lengths, strict=True)], cache.device)

@@ -72,10 +72,7 @@ class GlooEngine(_CpuEngine):
             raise RuntimeError("weight transfer not initialized")
         # The layout comes with each update up to 0.27, with the joining from 0.28 on.
         layout = update_info if "packed" in vars(update_info) else self._init_info
-        metas = [
-            (name, getattr(torch, dtype), tuple(shape))
-            for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
-        ]
+        metas = _announced(update_info)
         sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in metas]
         limit = layout.packed_buffer_size_bytes if layout.packed else 0
         for chunk in broadcast_chunks(sizes, limit):
@@ -107,10 +104,7 @@ class SharedFileEngine(_CpuEngine):
         self._packed = vars(init_info).get("packed", False)
 
     def _receive(self, update_info: Any, load_weights: Any) -> None:
-        metas = [
-            (name, getattr(torch, dtype), tuple(shape))
-            for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
-        ]
+        metas = _announced(update_info)
         if vars(update_info).get("packed", self._packed):
             buffer = _mapped(update_info.ipc_handles, sum(update_info.tensor_sizes))
             load_weights(_unpack(buffer, metas, update_info.tensor_sizes))
@@ -118,6 +112,12 @@ class SharedFileEngine(_CpuEngine):
         for meta, handle in zip(metas, update_info.ipc_handles, strict=True):
             size = handle["cpu"][2]
             load_weights(_unpack(_mapped(handle, size), [meta], [size]))
+
+
+def _announced(update_info: Any) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor to come."""
+    announced = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+    return [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in announced]
 
 
 def _mapped(handle: dict[str, tuple[str, int, int]], num_bytes: int) -> Tensor:
