@@ -30,6 +30,7 @@ class Sampling:
         temperature: divides the logits; 0 decodes greedily.
         top_p, top_k, min_p: truncation of the distribution; 1.0, 0 and None keep everything.
         repetition_penalty: 1.0 is off.
+        with_logps: whether log-probs are wanted; an engine that saves time without them leaves them out.
         extra: further settings by the name `transformers.GenerationConfig` gives them.
     """
 
@@ -40,6 +41,7 @@ class Sampling:
     top_k: int = 0
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    with_logps: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -49,7 +51,7 @@ class Completion:
 
     Attributes:
         token_ids: the generated ids, including the end-of-sequence id where one was generated.
-        logps: log-prob of each token under the distribution it was sampled from.
+        logps: log-prob of each token under the distribution it was sampled from; empty where not asked for.
         finish_reason: `stop` for an end-of-sequence id, `length` for the token limit.
         policy_version: which weights wrote it.
     """
@@ -139,7 +141,7 @@ class RolloutBatch:
         advantages: `[N]`.
         old_logps: `[T]` the trainer's log-probs at roll-out time; None when they equal the ones being trained.
         ref_logps: `[T]` the reference model's.
-        sampling_logps: `[T]` the engine's.
+        sampling_logps: `[T]` the engine's; None where it was not asked for them.
         correction: `[T]` sampler correction (`functional.importance`).
         in_top_entropy: `[T]` bool: among the tokens of highest entropy, where only those are trained on.
         norm: what the loss divides by.

@@ -2,10 +2,13 @@
 
     python benchmarks/gpu/grpo_server_step.py --backend ipc             # server and trainer on GPU 0
     python benchmarks/gpu/grpo_server_step.py --backend nccl            # server on GPU 1, trainer on GPU 0
+    python benchmarks/gpu/grpo_server_step.py --url http://127.0.0.1:8765   # a server that runs already
 
 Starts the server, waits for it, trains a few steps of a 0.5 B-parameter model with random weights (Qwen2.5-0.5B's
 shape; completion lengths are geometric, about 240 tokens, up to 1,024), stops the server, and prints one JSON line.
-`--label` names the run; the script runs unchanged with the reference implementation, which has no `ipc`.
+`--no-correction` leaves
+out the importance-sampling correction, and with it the engine's log-probs. `--label` names the run; the script runs
+unchanged with the reference implementation, which has no `ipc`.
 """
 
 import argparse
@@ -157,7 +160,8 @@ def train(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         output_dir=tempfile.mkdtemp(),
         use_vllm=True,
         vllm_mode="server",
-        vllm_server_base_url=f"http://127.0.0.1:{PORT}",
+        vllm_server_base_url=args.url or f"http://127.0.0.1:{PORT}",
+        vllm_importance_sampling_correction=not args.no_correction,
         per_device_train_batch_size=args.micro,
         gradient_accumulation_steps=count // args.micro,
         num_generations=args.group,
@@ -196,6 +200,8 @@ def train(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=["ipc", "nccl"], default="nccl")
+    parser.add_argument("--url", help="of a server that runs already, with the same model")
+    parser.add_argument("--no-correction", action="store_true", help="ask for no log-probs")
     parser.add_argument("--label", default="this package")
     parser.add_argument("--model", type=Path, help="folder of the model; made when it is not there")
     parser.add_argument("--prompts", type=int, default=64)
@@ -209,6 +215,9 @@ def main() -> None:
     model = args.model or Path(tempfile.gettempdir()) / "grpo-bench-0.5b"
     if not (model / "config.json").exists():
         make_model(model)
+    if args.url:
+        print("RESULT", json.dumps(train(model, args)), flush=True)
+        return
     log = Path(tempfile.gettempdir()) / "grpo-bench-server.log"
     server = start_server(model, args.backend, args.memory, log)
     try:

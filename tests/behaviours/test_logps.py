@@ -114,6 +114,7 @@ def test_without_correction_the_sampler_is_not_looked_at(tmp_path):
     trainer = make(table_model(CHAIN), Recorder(_first_id), args, prompts("w10"))
     trainer.engine = other_engine(1.0, shift=-1.0)
     trainer.train()
+    assert [sampling.with_logps for _, sampling in trainer.engine.calls] == [False]
     assert logs(trainer, "sampling/importance_sampling_ratio/mean") == []
     assert logs(trainer, "loss")[0] == pytest.approx(0.0, abs=1e-6)  # two of each: equal lengths, advantages sum to 0
     assert logs(trainer, "grad_norm")[0] > 0

@@ -93,6 +93,14 @@ def test_every_sampling_field_is_sent(server):
     engine.close()
 
 
+def test_log_probs_nobody_wants_are_not_asked_for(server):
+    engine = engine_over(server)
+    (group,), _ = complete(engine, [[5]], Sampling(n=2, max_tokens=3, with_logps=False))
+    assert [(c.token_ids, c.logps) for c in group] == [([6, 7, 1], [])] * 2
+    assert "logprobs" not in server.of("/v1/completions")[0].body
+    engine.close()
+
+
 def test_defaults_are_sent_too():
     params = request_params(Sampling())
     assert (params["temperature"], params["top_p"], params["top_k"], params["min_p"]) == (1.0, 1.0, 0, 0.0)

@@ -59,7 +59,7 @@ def test_calls_are_made_in_the_documented_order(version, backend):
         sync = sync_with(server)
         report = sync.update(PolicyWeights(model), 3)
         assert server.paths() == [JOIN, *CALLS_OF_AN_UPDATE, *verified(version)]
-        assert server.of("/pause")[0].query == {"mode": "keep"}
+        assert server.of("/pause")[0].query == {"mode": "keep", "clear_cache": "false"}
         assert server.of("/start_weight_update")[0].body == {}
         assert server.of("/finish_weight_update")[0].body == ({"weight_version": "step-3"} if verified(version) else {})
         assert_received(server, model)

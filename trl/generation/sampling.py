@@ -30,7 +30,7 @@ _SHAPE: dict[str, Callable[[Any], Processor]] = {
     "epsilon_cutoff": lambda value: hf.EpsilonLogitsWarper(epsilon=value),
     "eta_cutoff": lambda value: hf.EtaLogitsWarper(epsilon=value),
 }
-_OVERRIDES = {f.name: f.name for f in fields(Sampling) if f.name not in ("n", "extra")} | {
+_OVERRIDES = {f.name: f.name for f in fields(Sampling) if f.name not in ("n", "extra", "with_logps")} | {
     "max_new_tokens": "max_tokens"
 }
 _OTHER = ("do_sample", "min_new_tokens")

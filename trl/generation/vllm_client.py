@@ -223,8 +223,8 @@ class VLLMClient:
     # ---- weights ----
 
     def pause(self, mode: str = "keep", deadline: float | None = None) -> None:
-        """Holds requests back; `keep` freezes those in flight."""
-        self._json("POST", f"/pause?mode={mode}", {}, repeat=True, deadline=deadline)
+        """Holds requests back; `keep` freezes those in flight. What is cached stays."""
+        self._json("POST", f"/pause?mode={mode}&clear_cache=false", {}, repeat=True, deadline=deadline)
 
     def resume(self, deadline: float | None = None) -> None:
         """Lets requests go on."""

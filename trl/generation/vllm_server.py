@@ -202,8 +202,9 @@ def request_params(sampling: Sampling, structured_outputs: dict[str, Any] | None
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "logprobs": 0,
     }
+    if sampling.with_logps:
+        params["logprobs"] = 0
     for given, value in sampling.extra.items():
         name = _RENAMED.get(given, given)
         if name == "do_sample":

@@ -18,6 +18,8 @@ def collate(rollouts: Sequence[Rollout], device: torch.device, *, mask_truncated
     completions = [r.completion for r in rollouts]
     in_loss = [not mask_truncated or c.finish_reason == "stop" for c in completions]
     lengths = torch.tensor([len(c.token_ids) for c in completions])
+    logps = [p for c in completions for p in c.logps]
+    has_logps = len(logps) == int(lengths.sum())
     return RolloutBatch(
         prompt_ids=torch.tensor([token for ids in place for token in ids], dtype=torch.long, device=device),
         prompt_lengths=torch.tensor([len(ids) for ids in place]),
@@ -25,5 +27,5 @@ def collate(rollouts: Sequence[Rollout], device: torch.device, *, mask_truncated
         completion_ids=torch.tensor([t for c in completions for t in c.token_ids], dtype=torch.long, device=device),
         completion_lengths=lengths,
         loss_mask=torch.repeat_interleave(torch.tensor(in_loss), lengths).to(device),
-        sampling_logps=torch.tensor([p for c in completions for p in c.logps], dtype=torch.float32, device=device),
+        sampling_logps=torch.tensor(logps, dtype=torch.float32, device=device) if has_logps else None,
     )

@@ -1,4 +1,4 @@
-"""The table of completions: printed, stored, sent to trackers."""
+"""What is recorded of completions: their lengths, and the table that is printed, stored and sent to trackers."""
 
 import logging
 from collections import deque
@@ -6,11 +6,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trl.errors import RewardError
+from trl.trainer.metrics import Metrics
+from trl.types import Rollout
 
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
+
+
+def record_lengths(metrics: Metrics, rollouts: Sequence[Rollout]) -> int:
+    """Adds the statistics of the completions' lengths; returns the number of tokens, prompts included."""
+    lengths = torch.tensor([float(len(r.completion.token_ids)) for r in rollouts])
+    ended = torch.tensor([r.completion.finish_reason == "stop" for r in rollouts])
+    for name, values in (("", lengths), ("terminated_", lengths[ended])):
+        metrics.mean(f"completions/mean_{name}length", values)
+        metrics.bound(f"completions/min_{name}length", "min", values)
+        metrics.bound(f"completions/max_{name}length", "max", values)
+    metrics.mean("completions/clipped_ratio", (~ended).float())
+    return sum(len(r.prompt_ids) + len(r.completion.token_ids) for r in rollouts)
 
 
 class CompletionTable:

@@ -184,6 +184,11 @@ class GRPOTrainer(OnlineTrainer):
         return self.engine.own_weights and self.args.vllm_importance_sampling_correction
 
     @property
+    def needs_sampling_logps(self) -> bool:
+        """The correction compares them with the trainer's."""
+        return self.corrects_sampler
+
+    @property
     def on_policy(self) -> bool:
         """Also off-policy: where the log-probs or entropies at roll-out time are needed for something else."""
         return super().on_policy and not self.corrects_sampler

@@ -140,6 +140,11 @@ class OnlineTrainer(BaseTrainer):
         """Whether the loss looks at a reference model."""
         return self.args.beta != 0.0
 
+    @property
+    def needs_sampling_logps(self) -> bool:
+        """Whether the engine's log-probs are looked at: they cost it time."""
+        return False
+
     def active_sequences(self, batch: RolloutBatch) -> Tensor:
         """`[N]` bool, on the CPU: sequences with a term of the loss that is not zero."""
         tokens = torch.zeros(batch.num_sequences, dtype=torch.long).index_add(
@@ -153,14 +158,17 @@ class OnlineTrainer(BaseTrainer):
         """One batch of completions, sampled, scored, annotated and recorded."""
         prompts, step = [row["prompt"] for row in rows], self.state.global_step
         self.engine_weights.bring_up_to_date(step)
-        rollouts = roll_out(self._encode(prompts), self.engine, self.sampling)
+        sampling = replace(self.sampling, with_logps=self.needs_sampling_logps)
+        rollouts = roll_out(self._encode(prompts), self.engine, sampling)
         self.engine_weights.compare(rollouts, step)
         batch = collate(rollouts, self.accelerator.device, mask_truncated=self.args.mask_truncated_completions)
         texts = decode_completions([r.completion.token_ids for r in rollouts], prompts, self.processing_class)
         logged: dict[str, list[Any]] = {}
         own_rewards = self._score(rows, prompts, texts, rollouts, logged, mode)
         columns = self.annotate(batch, self.processes.gather(own_rewards).cpu(), mode)
-        self._record_lengths(rollouts, mode)
+        tokens = tables.record_lengths(self.metrics[mode], rollouts)
+        if mode == "train":
+            self.state.num_input_tokens_seen += int(self.processes.total(torch.tensor([tokens]))[0])
         rewards = {name: own_rewards[:, i].tolist() for i, name in enumerate(self.scorer.names)}
         table = {"prompt": prompts, "completion": texts, **rewards, **columns}
         self.completion_tables[mode].extend(step, table, logged)
@@ -312,19 +320,6 @@ class OnlineTrainer(BaseTrainer):
                 stacklevel=2,
             )
         return rewards_NF
-
-    def _record_lengths(self, rollouts: Sequence[Rollout], mode: Mode) -> None:
-        metrics = self.metrics[mode]
-        lengths = torch.tensor([float(len(r.completion.token_ids)) for r in rollouts])
-        ended = torch.tensor([r.completion.finish_reason == "stop" for r in rollouts])
-        for name, values in (("", lengths), ("terminated_", lengths[ended])):
-            metrics.mean(f"completions/mean_{name}length", values)
-            metrics.bound(f"completions/min_{name}length", "min", values)
-            metrics.bound(f"completions/max_{name}length", "max", values)
-        metrics.mean("completions/clipped_ratio", (~ended).float())
-        if mode == "train":
-            own = lengths.sum() + sum(len(r.prompt_ids) for r in rollouts)
-            self.state.num_input_tokens_seen += int(self.processes.total(own[None])[0])
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Logs with the metrics gathered, the token count, and the table of completions."""
