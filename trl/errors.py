@@ -76,3 +76,7 @@ class WeightSyncError(TRLError, RuntimeError):
 
 class ParityError(TRLError, RuntimeError):
     """The engine's log-probs are not those of the trainer's weights."""
+
+
+class DeviceMemoryError(TRLError, MemoryError):
+    """A GPU whose memory ran out. The text holds the plan of what it has to hold, and what to change."""

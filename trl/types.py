@@ -3,7 +3,7 @@
 Shapes: N sequences, P distinct prompts, S prompt tokens of all distinct prompts, T completion tokens of all sequences.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -76,20 +76,47 @@ class WeightStream(Protocol):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
+@dataclass(frozen=True)
+class Scorer:
+    """A model behind an engine, which can tell the log-probs of given tokens.
+
+    Attributes:
+        name: for messages.
+        dtype: of its weights, e.g. `bfloat16`, or None where that is not known.
+        max_model_len: it scores fewer tokens than this.
+        score: takes sequences of token ids; returns the log-prob of each token of each sequence but its first.
+    """
+
+    name: str
+    dtype: str | None
+    max_model_len: int
+    score: Callable[[Sequence[Sequence[int]]], list[list[float]]]
+
+
 class Engine(Protocol):
     """Completions from somewhere.
 
     Attributes:
         own_weights: whether it samples from weights of its own, so that its log-probs may differ from the trainer's.
+        scorers: the models behind it, where they are others than the policy.
     """
 
     own_weights: bool
+
+    @property
+    def scorers(self) -> Sequence[Scorer]: ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
         """Yields `(prompt index, its n completions)` as they finish, in any order."""
         ...
 
-    def update_weights(self, weights: WeightStream, version: int) -> None: ...
+    def update_weights(self, weights: WeightStream, version: int) -> None:
+        """From here on it generates with these weights, awake."""
+        ...
+
+    def sleep(self) -> bool:
+        """Frees memory until the next `update_weights`, where it can; returns whether it did, its weights included."""
+        ...
 
     def close(self) -> None: ...
 

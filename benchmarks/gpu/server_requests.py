@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/server_requests.py http://127.0.0.1:8765
 
-The prompts and lengths are those of `grpo_server_step.py`, whose server and model this expects: what is measured here
+The prompts and lengths are those of `grpo_vllm_step.py`, whose server and model this expects: what is measured here
 is the server's share of that step. The first round of each is not counted.
 """
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from fixtures.models import vllm_model
 from fixtures.tokenizers import word_tokenizer
 from fixtures.vllm_cpu import RealServer, installed
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trl import GRPOConfig, GRPOTrainer
 from trl.cli.main import main
@@ -30,28 +30,6 @@ GREEDY = Sampling(n=1, max_tokens=12, temperature=0.0)
 DEADLINE_S = 60.0
 
 
-def make_model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    model.generation_config.eos_token_id = 1
-    return model
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     if not installed():
@@ -59,7 +37,7 @@ def server(tmp_path_factory):
             pytest.fail("no vLLM in .venv-vllm: run `make test`, which installs it")
         pytest.skip("no vLLM in .venv-vllm: `make test` installs it")
     folder = tmp_path_factory.mktemp("served")
-    make_model().save_pretrained(folder)
+    vllm_model().save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     real = RealServer(folder, folder / "server.log")
     real.start()
@@ -104,7 +82,7 @@ def test_the_trainer_has_no_vllm():
 
 
 def test_a_sync_makes_the_server_the_model(server):
-    model = make_model()
+    model = vllm_model()
     use_packed_attention(model)
     engine = connect(arguments(server), torch.device("cpu"), sends_weights=True)
     try:
@@ -185,7 +163,7 @@ def test_grpo_trains_on_the_server_with_parity_at_rounding_level(server, tmp_pat
 def test_doctor_passes_the_server_it_should(server, tmp_path, monkeypatch, capsys):
     # The server still has the weights of the run before: what is served is what is asked about.
     engine = connect(arguments(server), torch.device("cpu"), sends_weights=True)
-    engine.update_weights(PolicyWeights(make_model()), 7)
+    engine.update_weights(PolicyWeights(vllm_model()), 7)
     engine.close()
     (tmp_path / "doctor_rewards.py").write_text(
         "def length(completions, **kwargs):\n    return [0.0] * len(completions)\n"
@@ -204,7 +182,7 @@ def test_doctor_passes_the_server_it_should(server, tmp_path, monkeypatch, capsy
 
 
 def test_a_killed_server_is_a_typed_error_in_time_and_a_restarted_one_is_used_again(server):
-    model = make_model()
+    model = vllm_model()
     use_packed_attention(model)
     engine = connect(arguments(server), torch.device("cpu"), sends_weights=True)
     try:
@@ -227,7 +205,7 @@ def test_a_killed_server_is_a_typed_error_in_time_and_a_restarted_one_is_used_ag
 
 
 def test_a_server_restarted_between_two_roll_outs_gets_the_weights_again(server):
-    model = make_model()
+    model = vllm_model()
     use_packed_attention(model)
     engine = connect(arguments(server), torch.device("cpu"), sends_weights=True)
     try:
@@ -246,7 +224,7 @@ def test_shared_memory_moves_the_weights_too(server):
     shared = RealServer(server.model, server.log, backend="ipc")
     shared.start()
     try:
-        model = make_model()
+        model = vllm_model()
         use_packed_attention(model)
         engine = connect(arguments(shared), torch.device("cpu"), sends_weights=True)
         perturb(model)

@@ -42,7 +42,7 @@ def engine_of(dtype: str | None) -> VLLMServerEngine:
 def test_a_gap_between_the_dtypes_is_reported_once(trainer, server, said, caplog):
     engine = engine_of(server)
     with caplog.at_level(logging.WARNING):
-        report_dtype_gap(engine, PolicyWeights(random_model().to(trainer)))
+        report_dtype_gap(engine.scorers, PolicyWeights(random_model().to(trainer)))
     engine.close()
     messages = [record.getMessage() for record in caplog.records]
     if said is None:
@@ -58,12 +58,12 @@ def test_mixed_weights_are_named_as_such(caplog):
     model.model.norm.float()
     engine = engine_of("bfloat16")
     with caplog.at_level(logging.WARNING):
-        report_dtype_gap(engine, PolicyWeights(model))
+        report_dtype_gap(engine.scorers, PolicyWeights(model))
     engine.close()
     assert "bfloat16 and float32" in caplog.text
 
 
 def test_an_engine_that_is_the_model_has_no_gap(caplog):
     with caplog.at_level(logging.WARNING):
-        report_dtype_gap(ScriptedEngine([[1]]), PolicyWeights(random_model()))
+        report_dtype_gap(ScriptedEngine([[1]]).scorers, PolicyWeights(random_model()))
     assert caplog.records == []

@@ -1,10 +1,14 @@
 """Communication between the processes of a run around generation: who asks, and who needs whose results."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,3 +55,57 @@ class Processes:
         padded[: len(values)] = values
         gathered = self.gather(padded)
         return gathered[~torch.isnan(gathered)]
+
+
+def join_alone() -> bool:
+    """Makes this process a group of one, where it is in no group; returns whether it did.
+
+    vLLM would do so itself, over a port that it picks first and binds later: two runs that start together may pick the
+    same. This needs none.
+    """
+    if torch.distributed.is_initialized():
+        return False
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return True
+
+
+def leave_alone() -> None:
+    """Ends what `join_alone` made."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """The processes that share one engine by tensor parallelism: neighbours in the order of the processes.
+
+    Attributes:
+        size: how many they are.
+        handle: torch's process group, or None for a process alone.
+    """
+
+    size: int = 1
+    handle: Any = None
+
+    @classmethod
+    def of(cls, processes: Processes, size: int) -> "EngineGroup":
+        """The group of this process. All processes call it at the same time, and `size` divides their number."""
+        if size == 1:
+            return cls()
+        # Every process takes part in making every group.
+        groups = [
+            torch.distributed.new_group(list(range(i, i + size)), backend="gloo")
+            for i in range(0, processes.count, size)
+        ]
+        return cls(size, groups[processes.accelerator.process_index // size])
+
+    def share(self, items: Sequence[T], seed: int) -> tuple[list[T], int, int]:
+        """The items of all processes of the group in order, where this one's begin, and the first one's seed."""
+        if self.size == 1:
+            return list(items), 0, seed
+        told: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(told, (list(items), seed), group=self.handle)
+        own = torch.distributed.get_rank(self.handle)
+        every = [item for theirs, _ in told for item in theirs]
+        return every, sum(len(theirs) for theirs, _ in told[:own]), told[0][1]

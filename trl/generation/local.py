@@ -12,7 +12,7 @@ from trl.errors import GenerationError
 from trl.generation.sampling import Sampler, resolve
 from trl.models.decode import SharedPromptCache
 from trl.models.forward import prompt_logits, step_logits, supports_packing
-from trl.types import Completion, FinishReason, Prompt, Sampling, WeightStream
+from trl.types import Completion, FinishReason, Prompt, Sampling, Scorer, WeightStream
 
 
 class LocalEngine:
@@ -28,6 +28,7 @@ class LocalEngine:
     """
 
     own_weights = False
+    scorers: Sequence[Scorer] = ()
 
     def __init__(
         self,
@@ -76,6 +77,10 @@ class LocalEngine:
     def update_weights(self, weights: WeightStream, version: int) -> None:
         """Notes the version; the weights are the model's own already."""
         self.policy_version = version
+
+    def sleep(self) -> bool:
+        """Nothing to free: the weights are the policy's."""
+        return False
 
     def close(self) -> None:
         """Nothing to free."""

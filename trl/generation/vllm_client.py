@@ -178,6 +178,8 @@ class VLLMClient:
         Args:
             sequences: token ids, at least two each.
         """
+        if not sequences:
+            return []
         body = {
             "prompt": [list(s) for s in sequences],
             "max_tokens": 1,

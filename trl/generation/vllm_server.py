@@ -7,44 +7,16 @@ from typing import Any
 
 import torch
 
-from trl.errors import ConfigError, GenerationError, TRLError
+from trl.errors import GenerationError, TRLError
 from trl.generation.vllm_client import Choice, VLLMClient
+from trl.generation.vllm_params import request_params, tokens_that_fit
 from trl.generation.vllm_probe import ServerFacts
-from trl.types import Completion, FinishReason, Prompt, Sampling, WeightStream
+from trl.types import Completion, FinishReason, Prompt, Sampling, Scorer, WeightStream
 from trl.weights.background import DaemonPool
 from trl.weights.source import PolicyWeights
 from trl.weights.sync import ServerSync, SyncReport
 
-# Names GenerationConfig and vLLM give the same setting.
-_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
-# Further fields that a request may have. A server ignores those that it does not know, without a word.
-_KNOWN = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "frequency_penalty",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "logit_bias",
-        "max_tokens",
-        "min_p",
-        "min_tokens",
-        "presence_penalty",
-        "priority",
-        "repetition_penalty",
-        "seed",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "stop",
-        "stop_token_ids",
-        "structured_outputs",
-        "temperature",
-        "top_k",
-        "top_p",
-        "truncate_prompt_tokens",
-        "vllm_xargs",
-    }
-)
+_LONGER = "restart the server with a larger `--max-model-len`"
 
 
 @dataclass
@@ -100,8 +72,9 @@ class VLLMServerEngine:
         calls = []
         for index, prompt in enumerate(prompts):
             server = self.servers[index % len(self.servers)]
-            limits = self._within_context(index, prompt, params["max_tokens"], server)
-            calls.append(partial(self._ask, server, prompt, {**params, **limits}))
+            room = server.facts.max_model_len
+            fitting = tokens_that_fit(prompt.token_ids, index, params["max_tokens"], room, _LONGER)
+            calls.append(partial(self._ask, server, prompt, {**params, "max_tokens": fitting}))
         for index, choices in self._pool.run(calls):
             yield index, [self._completion(choice) for choice in choices]
 
@@ -123,9 +96,16 @@ class VLLMServerEngine:
         self.last_sync = [report for _, report in sorted(outcomes.items()) if isinstance(report, SyncReport)]
         self.policy_version = version
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """For each server, the log-prob of each token of each sequence but its first."""
-        return [server.client.prompt_logps(sequences) for server in self.servers]
+    @property
+    def scorers(self) -> list[Scorer]:
+        """One per server."""
+        return [
+            Scorer(s.client.base_url, s.facts.dtype, s.facts.max_model_len, s.client.prompt_logps) for s in self.servers
+        ]
+
+    def sleep(self) -> bool:
+        """Nothing to free here: the server's memory is its own."""
+        return False
 
     def close(self) -> None:
         """Ends requests and connections; the servers run on."""
@@ -157,15 +137,6 @@ class VLLMServerEngine:
             )
         return choices
 
-    def _within_context(self, index: int, prompt: Prompt, max_tokens: int, server: Server) -> dict[str, int]:
-        room = server.facts.max_model_len - len(prompt.token_ids)
-        if room < 1:
-            raise GenerationError(
-                f"Prompt {index} has {len(prompt.token_ids)} tokens, and the server's context is "
-                f"{server.facts.max_model_len}: restart it with a larger `--max-model-len`, or drop the row."
-            )
-        return {"max_tokens": min(max_tokens, room)}
-
     def _completion(self, choice: Choice) -> Completion:
         reason: FinishReason = "stop" if choice.finish_reason == "stop" else "length"
         return Completion(choice.token_ids, choice.logps, reason, self.policy_version)
@@ -184,38 +155,3 @@ def _try_to_send(server: Server, weights: PolicyWeights, version: int) -> SyncRe
         return _send(server, weights, version)
     except TRLError as error:
         return error
-
-
-def request_params(sampling: Sampling, structured_outputs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Every sampling field of a request: what is left out, a server fills from the model's generation config.
-
-    Raises:
-        ConfigError: settings that a request cannot carry.
-    """
-    params: dict[str, Any] = {
-        "n": sampling.n,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p or 0.0,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-    }
-    if sampling.with_logps:
-        params["logprobs"] = 0
-    for given, value in sampling.extra.items():
-        name = _RENAMED.get(given, given)
-        if name == "do_sample":
-            params.update({} if value else {"temperature": 0.0})
-        elif name in _KNOWN:
-            params[name] = value
-        else:
-            raise ConfigError(
-                f"`generation_kwargs` has `{given}`, which a request to a vLLM server cannot carry or the trainer sets "
-                f"itself: leave it out, or use one of {', '.join(sorted(_KNOWN))}."
-            )
-    if structured_outputs is not None:
-        params["structured_outputs"] = structured_outputs
-    return params

@@ -181,6 +181,7 @@ def packed_attention(
     Raises:
         NotSupportedError: with a layout, for a model whose attention has soft-capping or sinks.
     """
+    query, key, value = _in_autocast_dtype(query, key, value)
     if shared_cache is not None and packed_layout is None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return shared_cache.attend(cast(int, module.layer_idx), query, key, value, scale, sliding_window), None
@@ -197,6 +198,14 @@ def packed_attention(
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
         return _ragged_attention(q, k, v, packed_layout.ragged, scaling, sliding_window).unsqueeze(0), None
     return _bucketed_attention(q, k, v, packed_layout, scaling, dropout, sliding_window).unsqueeze(0), None
+
+
+def _in_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as mixed precision computes with them: rotary embeddings leave queries and keys in float32."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
 
 
 def _ragged_attention(

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from trl.generation.dispatch import Processes
 from trl.generation.parity import as_batch, compare, verdict
-from trl.generation.vllm_server import VLLMServerEngine
 from trl.trainer.metrics import Metrics
-from trl.types import Engine, Rollout, RolloutBatch
+from trl.types import Engine, Rollout, RolloutBatch, Scorer
 from trl.weights.source import PolicyWeights, dtype_name
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class EngineWeights:
         self._engine, self._processes, self._metrics = engine, processes, metrics
         self._weights = PolicyWeights(model)
         self._parity_steps, self._score, self._compute_dtype = parity_steps, score, compute_dtype
-        report_dtype_gap(engine, self._weights)
+        report_dtype_gap(engine.scorers, self._weights)
         self._sent_at: int | None = None
         self._compared_at: int | None = None
 
@@ -67,6 +66,11 @@ class EngineWeights:
         if self._engine.own_weights:
             self._metrics.mean("sampling/weight_sync_time", time.perf_counter() - started)
 
+    def rest(self) -> None:
+        """Lets the engine free its memory; it gets the weights again before it generates."""
+        if self._engine.sleep():
+            self.forget()
+
     def forget(self) -> None:
         """Sends at the next opportunity: the weights may have changed without a step, by loading some."""
         self._sent_at = None
@@ -77,39 +81,40 @@ class EngineWeights:
         Raises:
             ParityError: they cannot have the same weights.
         """
-        if not isinstance(self._engine, VLLMServerEngine) or not self._parity_steps:
+        scorers = self._engine.scorers
+        if not scorers or not self._parity_steps:
             return
         if self._compared_at is not None and step - self._compared_at < self._parity_steps:
             return
         self._compared_at = step
-        # The server needs room for one more token than it scores.
-        room = min(_TOKENS, *(server.facts.max_model_len - 1 for server in self._engine.servers))
+        # vLLM needs room for one more token than it scores.
+        room = min(_TOKENS, *(scorer.max_model_len - 1 for scorer in scorers))
         sequences = [[*r.prompt_ids, *r.completion.token_ids][:room] for r in rollouts[:_SEQUENCES]]
         sequences = [ids for ids in sequences if len(ids) > 1]
+        # Also where there is nothing to score here: processes that share an engine ask it together.
+        told = [scorer.score(sequences) for scorer in scorers]
         if not sequences:
             return
         own = self._score(as_batch(sequences, _device(self._weights)))
-        for server, logps in zip(self._engine.servers, self._engine.score(sequences), strict=True):
+        for scorer, logps in zip(scorers, told, strict=True):
             parity = compare(logps, own)
             self._metrics.mean("sampling/parity_kl", parity.kl)
             self._metrics.bound("sampling/parity_max", "max", torch.tensor([parity.max]))
-            if warning := verdict(parity, [self._compute_dtype, server.facts.dtype]):
-                warnings.warn(f"{server.client.base_url}: {warning}", stacklevel=2)
+            if warning := verdict(parity, [self._compute_dtype, scorer.dtype]):
+                warnings.warn(f"{scorer.name}: {warning}", stacklevel=2)
 
 
-def report_dtype_gap(engine: Engine, weights: PolicyWeights) -> None:
-    """Says once where a server keeps the weights in another dtype than the trainer: they are rounded on the way."""
-    if not isinstance(engine, VLLMServerEngine):
-        return
+def report_dtype_gap(scorers: Sequence[Scorer], weights: PolicyWeights) -> None:
+    """Says once where an engine keeps the weights in another dtype than the trainer: they are rounded on the way."""
     own = {dtype_name(info.dtype) for info in weights.metadata()}
-    for server in engine.servers:
-        if server.facts.dtype is not None and own != {server.facts.dtype}:
+    for scorer in scorers:
+        if scorer.dtype is not None and own != {scorer.dtype}:
             logger.warning(
                 "The trainer's weights are %s, those of %s %s: they are rounded once on the way, and the importance "
                 "ratio carries the difference.",
                 " and ".join(sorted(own)),
-                server.client.base_url,
-                server.facts.dtype,
+                scorer.name,
+                scorer.dtype,
             )
 
 

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from trl.data.chat import decode_completions, encode_prompt
-from trl.data.sampling import GroupSampler, SamplerEpochCallback, repeat_iterable_dataset
 from trl.errors import ConfigError
-from trl.generation.build import build_engine, check_engine
+from trl.generation.build import build_engine, check_engine, engine_size
 from trl.models.forward import TokenLogps, token_logps
 from trl.models.load import compute_dtype, end_of_sequence_ids
+from trl.models.planner import MemoryPlan, ModelSize, TrainingSize, gpu_memory, plan
 from trl.models.reference import frozen_copy
 from trl.rewards.scorer import RewardScorer, RewardSource
 from trl.rollout.buffer import RolloutBuffer
@@ -30,11 +29,12 @@ from trl.rollout.micro_batch import group_order, pieces, split
 from trl.rollout.normalizers import step_normalizers
 from trl.rollout.single_turn import roll_out
 from trl.trainer import completions as tables
-from trl.trainer.base import BaseTrainer, Mode, column_lists, log_prefix, mode_of
+from trl.trainer.base import Mode, column_lists, log_prefix, mode_of
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.completions import CompletionTable
 from trl.trainer.engine_weights import EngineWeights
-from trl.trainer.group_batches import check_eval_batch
+from trl.trainer.group_loaders import GroupLoaders
+from trl.trainer.memory import MemoryGuard
 from trl.trainer.metrics import from_all_processes
 from trl.trainer.prompt_datasets import (
     ROW_COLUMNS,
@@ -50,7 +50,7 @@ Rows = Sequence[dict[str, Any]]
 REFERENCE_FILE = "reference_model.pt"
 
 
-class OnlineTrainer(BaseTrainer):
+class OnlineTrainer(GroupLoaders):
     """Base of the trainers whose model writes its own training data."""
 
     def __init__(
@@ -88,15 +88,20 @@ class OnlineTrainer(BaseTrainer):
         self.sampling = sampling_of(args)
         self.ref_model = self._make_reference(policy)
         eos_ids = end_of_sequence_ids(policy, tokenizer)
+        rows = args.per_device_train_batch_size * max(args.steps_per_generation, args.gradient_accumulation_steps)
+        most_rows = max(rows, args.per_device_eval_batch_size)
+        self.memory = MemoryGuard(self._memory_plan(policy, most_rows))
         self.engine = build_engine(
             args,
             policy,
+            tokenizer,
+            self.processes,
             eos_ids=sorted(eos_ids),
-            pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos_ids),
             shared_prompts=self.packed,
             autocast=self.compute_loss_context_manager,
-            device=self.accelerator.device,
-            sends_weights=self.accelerator.is_main_process,
+            dtype=compute_dtype(args, policy),
+            sequences=most_rows,
+            others=[model for model in (self.ref_model, *self.scorer.modules) if model is not None],
         )
         self.engine_weights = EngineWeights(
             self.engine,
@@ -108,10 +113,9 @@ class OnlineTrainer(BaseTrainer):
             compute_dtype=compute_dtype(args, policy),
         )
         self.buffer = RolloutBuffer(args.steps_per_generation, args.num_iterations)
-        rows = args.per_device_train_batch_size * max(args.steps_per_generation, args.gradient_accumulation_steps)
         self.completion_tables: dict[Mode, CompletionTable] = {
             "train": CompletionTable(rows),
-            "eval": CompletionTable(max(rows, args.per_device_eval_batch_size)),
+            "eval": CompletionTable(most_rows),
         }
         self._resumed_state: dict[str, Any] | None = None
         self._step_seconds = 0.0
@@ -159,8 +163,10 @@ class OnlineTrainer(BaseTrainer):
         prompts, step = [row["prompt"] for row in rows], self.state.global_step
         self.engine_weights.bring_up_to_date(step)
         sampling = replace(self.sampling, with_logps=self.needs_sampling_logps)
-        rollouts = roll_out(self._encode(prompts), self.engine, sampling)
+        with self.memory.phase("generate"):
+            rollouts = roll_out(self._encode(prompts), self.engine, sampling)
         self.engine_weights.compare(rollouts, step)
+        self.engine_weights.rest()
         batch = collate(rollouts, self.accelerator.device, mask_truncated=self.args.mask_truncated_completions)
         texts = decode_completions([r.completion.token_ids for r in rollouts], prompts, self.processing_class)
         logged: dict[str, list[Any]] = {}
@@ -186,7 +192,7 @@ class OnlineTrainer(BaseTrainer):
         micro_batches = split(batch, active, self.args.max_tokens_per_micro_batch, self.processes.largest)
         total = torch.zeros((), device=self.accelerator.device)
         for i, micro_batch in enumerate(micro_batches):
-            with self.no_sync(model, last=i == len(micro_batches) - 1):
+            with self.memory.phase("train"), self.no_sync(model, last=i == len(micro_batches) - 1):
                 with self.compute_loss_context_manager():
                     loss = self.loss(model, micro_batch, "train")
                 self.accelerator.backward(loss)
@@ -263,7 +269,7 @@ class OnlineTrainer(BaseTrainer):
         training = model.training
         # Dropout off: these are the numbers of the policy, not of a random thinning of it.
         model.eval()
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with self.memory.phase("score"), torch.no_grad(), self.compute_loss_context_manager():
             for piece in pieces(batch, torch.arange(batch.num_sequences), self.args.max_tokens_per_micro_batch):
                 out = self.token_logps(model, batch.select(piece), **options)
                 where = batch.tokens_of(piece)
@@ -336,6 +342,18 @@ class OnlineTrainer(BaseTrainer):
 
     # ---- set-up ----
 
+    def _memory_plan(self, policy: PreTrainedModel, rows: int) -> MemoryPlan | None:
+        """What each phase is going to need, on a GPU."""
+        if self.accelerator.device.type != "cuda":
+            return None
+        args, dataset = self.args, self.train_dataset
+        # Some prompts of all over the dataset stand for the rest.
+        some = [] if is_stream(dataset) else [dataset[i] for i in range(0, len(dataset), len(dataset) // 64 + 1)]
+        prompt_tokens = max(map(len, self._encode([row["prompt"] for row in some])), default=0)
+        size = ModelSize.of(policy, getattr(torch, compute_dtype(args, policy)))
+        training = TrainingSize.of(args, policy, prompt_tokens=prompt_tokens, reference=self.ref_model is not None)
+        return plan(size, training, engine_size(args, policy, rows), gpu_memory(self.accelerator.device)[1])
+
     def _make_reference(self, policy: PreTrainedModel) -> PreTrainedModel | None:
         if not self.reference_needed:
             return None
@@ -343,47 +361,6 @@ class OnlineTrainer(BaseTrainer):
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(reference, self.accelerator))
         return reference
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Batches of the rows of one whole generation round, repeated for every micro-step it feeds."""
-        dataset = self.train_dataset
-        if is_stream(dataset):
-            dataset = repeat_iterable_dataset(dataset, **self._group_plan())
-        return self._get_dataloader(
-            dataset=dataset,
-            description="Training",
-            batch_size=self._train_batch_size * self.args.steps_per_generation,
-            sampler_fn=self._get_train_sampler,
-            is_training=True,
-        )
-
-    def _group_plan(self) -> dict[str, int]:
-        return {
-            "group_size": self.args.num_generations,
-            "prompts_per_batch": self.args.generation_batch_size // self.args.num_generations,
-            "repeats": self.buffer.window,
-        }
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        sampler = GroupSampler(dataset, **self._group_plan(), shuffle=self.args.shuffle_dataset, seed=seed)
-        self.remove_callback(SamplerEpochCallback)  # that of an earlier call of `train`
-        self.add_callback(SamplerEpochCallback(sampler))
-        return sampler
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Batches of whole groups."""
-        check_eval_batch(self.args)
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if is_stream(dataset):
-            eval_dataset = repeat_iterable_dataset(dataset, self.args.num_generations_eval, 1)
-        return super().get_eval_dataloader(eval_dataset)
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler:
-        return GroupSampler(eval_dataset, self.args.num_generations_eval, 1, shuffle=False, seed=0)
 
     # ---- what a checkpoint holds ----
 

@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitI
 
 from trl.weights.groups import GlooGroup
 from trl.weights.packing import broadcast_chunks
+from trl.weights.tied_heads import repack_tied_heads
 
 JOIN_TIMEOUT_S = 300.0
 
@@ -35,7 +36,7 @@ class _CpuEngine(WeightTransferEngine):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        _repack_tied_heads(self.model)
+        repack_tied_heads(self.model)
 
     def receive_weights(self, update_info: Any, load_weights: Any = None) -> None:
         self._receive(update_info, load_weights or self.model.load_weights)
@@ -136,14 +137,3 @@ def _unpack(
         aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
         parts.append((name, aligned.view(dtype).view(shape)))
     return parts
-
-
-def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """An LM head tied to the embedding receives no weight of its own, so the reload does not repack it, and on the CPU
-    its product would go on with the old packed copy.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and "cpu_linear" in vars(module):
-            module.quant_method.process_weights_after_loading(module)

@@ -1,14 +1,15 @@
-"""Times GRPO steps against a vLLM server: step, generation, weight sync.
+"""Times GRPO steps that generate with vLLM: step, generation, weight sync, and the GPU's memory.
 
-    python benchmarks/gpu/grpo_server_step.py --backend ipc             # server and trainer on GPU 0
-    python benchmarks/gpu/grpo_server_step.py --backend nccl            # server on GPU 1, trainer on GPU 0
-    python benchmarks/gpu/grpo_server_step.py --url http://127.0.0.1:8765   # a server that runs already
+    python benchmarks/gpu/grpo_vllm_step.py --backend colocate [--sleep]    # vLLM inside the trainer, on GPU 0
+    python benchmarks/gpu/grpo_vllm_step.py --backend ipc                   # server and trainer on GPU 0
+    python benchmarks/gpu/grpo_vllm_step.py --backend nccl                  # server on GPU 1, trainer on GPU 0
+    python benchmarks/gpu/grpo_vllm_step.py --url http://127.0.0.1:8765     # a server that runs already
 
-Starts the server, waits for it, trains a few steps of a 0.5 B-parameter model with random weights (Qwen2.5-0.5B's
-shape; completion lengths are geometric, about 240 tokens, up to 1,024), stops the server, and prints one JSON line.
-`--no-correction` leaves
-out the importance-sampling correction, and with it the engine's log-probs. `--label` names the run; the script runs
-unchanged with the reference implementation, which has no `ipc`.
+Trains a few steps of a 0.5 B-parameter model with random weights (Qwen2.5-0.5B's shape; completion lengths are
+geometric, about 240 tokens, up to 1,024) and prints one JSON line; a server is started and stopped. `--no-correction`
+leaves out the importance-sampling correction, and with it the engine's log-probs. `--alone` also times vLLM by itself,
+in process, on the same prompts. `--label` names the run; the script runs unchanged with the reference implementation,
+which has no `ipc`.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import types
 import urllib.request
@@ -127,6 +129,7 @@ def train(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 
         def call(*a: Any, **k: Any) -> Any:
             torch.cuda.synchronize()
+            phase[0] = "generate"
             started = time.perf_counter()
             result = original(*a, **k)
             torch.cuda.synchronize()
@@ -138,10 +141,23 @@ def train(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 
         setattr(owner, function, call)
 
+    used: dict[str, float] = {}
+    phase = ["train"]
+
+    def watch() -> None:
+        # All that is taken of the GPU, by whomever: torch's own account knows nothing of memory that vLLM lets go.
+        while phase[0] != "end":
+            free, total = torch.cuda.mem_get_info(0)
+            used[phase[0]] = max(used.get(phase[0], 0.0), round((total - free) / 2**30, 1))
+            time.sleep(0.01)
+
     class Clock(TrainerCallback):
-        def on_step_begin(self, *a: Any, **k: Any) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **k: Any) -> None:
             torch.cuda.synchronize()
             clock.clear()
+            if state.global_step == 1:
+                used.clear()  # the first step also compares log-probs, with everything awake
+            torch.cuda.empty_cache()  # what the step before only kept in reserve is not this step's peak
             self.started = time.perf_counter()
 
         def on_step_end(self, *a: Any, **k: Any) -> None:
@@ -159,8 +175,11 @@ def train(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         use_vllm=True,
-        vllm_mode="server",
+        vllm_mode="colocate" if args.backend == "colocate" else "server",
         vllm_server_base_url=args.url or f"http://127.0.0.1:{PORT}",
+        vllm_gpu_memory_utilization=0.3,
+        vllm_max_model_length=4096,
+        vllm_enable_sleep_mode=args.sleep,
         vllm_importance_sampling_correction=not args.no_correction,
         per_device_train_batch_size=args.micro,
         gradient_accumulation_steps=count // args.micro,
@@ -182,9 +201,19 @@ def train(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     else:
         timed(parts["vllm_generation"], "generate", "generate")
         timed(parts["vllm_generation"], "sync_weights", "sync", syncs)
+
+    def training(*a: Any) -> None:
+        phase[0] = "train"
+
+    trainer.model.register_forward_pre_hook(training)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     trainer.train()
+    phase[0] = "end"
     body = log[1:]
-    last_sync = trainer.engine.last_sync[0].seconds if "engine" in parts else {}
+    synced = trainer.engine.last_sync if "engine" in parts else []
+    last_sync = (synced[0] if isinstance(synced, list) and synced else synced).seconds if synced else {}
+    alone = vllm_alone(trainer, prompts, args) if args.alone else {}
     return {
         "label": args.label,
         "backend": args.backend,
@@ -192,15 +221,37 @@ def train(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "sync_max": round(max(syncs[1:], default=0.0), 4),
         "tokens": statistics.median(tokens),
         "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "used_GiB": used,
+        **alone,
         "last_sync": {name: round(seconds, 4) for name, seconds in last_sync.items()},
         "history": [e for e in trainer.state.log_history if "sampling/parity_kl" in e or "loss" in e][-2:],
     }
 
 
+def vllm_alone(trainer: Any, prompts: list[str], args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of vLLM's own `generate` for one step's completions, with log-probs and without; no text is made."""
+    from vllm import SamplingParams
+
+    engine = trainer.engine
+    ids = [{"prompt_token_ids": trainer.processing_class(text)["input_ids"]} for text in prompts[: args.prompts]]
+    ends = sorted(trainer.model.generation_config.eos_token_id)
+    seconds = {}
+    for name, logprobs in (("alone_with_logps", 0), ("alone", None)):
+        params = SamplingParams(
+            n=args.group, max_tokens=args.max_completion, logprobs=logprobs, detokenize=False, stop_token_ids=ends
+        )
+        started = time.perf_counter()
+        engine.llm.generate(ids, params, use_tqdm=False)
+        seconds[name] = round(time.perf_counter() - started, 2)
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=["ipc", "nccl"], default="nccl")
+    parser.add_argument("--backend", choices=["colocate", "ipc", "nccl"], default="colocate")
     parser.add_argument("--url", help="of a server that runs already, with the same model")
+    parser.add_argument("--sleep", action="store_true", help="colocate: vLLM frees its memory while training")
+    parser.add_argument("--alone", action="store_true", help="colocate: time vLLM by itself too")
     parser.add_argument("--no-correction", action="store_true", help="ask for no log-probs")
     parser.add_argument("--label", default="this package")
     parser.add_argument("--model", type=Path, help="folder of the model; made when it is not there")
@@ -215,7 +266,7 @@ def main() -> None:
     model = args.model or Path(tempfile.gettempdir()) / "grpo-bench-0.5b"
     if not (model / "config.json").exists():
         make_model(model)
-    if args.url:
+    if args.url or args.backend == "colocate":
         print("RESULT", json.dumps(train(model, args)), flush=True)
         return
     log = Path(tempfile.gettempdir()) / "grpo-bench-server.log"

@@ -1,0 +1,169 @@
+"""Starts a vLLM engine inside the trainer's process, and leaves everything else in the process as it was."""
+
+import logging
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trl._deps import require_vllm
+from trl.errors import ConfigError
+
+# Of a class that vLLM's Transformers backend has changed for all its instances, the training model's among them.
+_PATCH = "TorchCompileWithNoGuardsWrapper"
+# What these warn of happens at every weight update, or is nothing that a user could change.
+_CHATTY = ("vllm.model_executor.model_loader.reload", "vllm.v1.engine.input_processor")
+# Keys and values on a machine without a GPU, of whose memory vLLM would take a share.
+_CPU_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class ColocateSettings:
+    """What an engine in this process is started with.
+
+    Attributes:
+        dtype: of its weights and computation, e.g. `bfloat16`.
+        max_model_len: longest prompt plus completion; None is the model's own limit.
+        max_num_seqs: completions written at a time.
+        gpu_memory_utilization: share of the GPU's memory it may take.
+        tensor_parallel_size: processes that share one engine.
+        model_impl: `vllm`, `transformers` or `auto`.
+        sleeps: whether it can free its memory.
+        seed: of vLLM itself; draws of completions are seeded each time.
+        trust_remote_code: the model's code comes from where the model does.
+        launched: this process is one of several of a launcher.
+    """
+
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    tensor_parallel_size: int
+    model_impl: str
+    sleeps: bool
+    seed: int
+    trust_remote_code: bool
+    launched: bool
+
+
+def start_llm(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ColocateSettings) -> Any:
+    """A `vllm.LLM` of the policy's architecture, with weights that mean nothing yet.
+
+    Config and tokenizer are those of the trainer, as they are in memory; the checkpoint is not read again.
+
+    Raises:
+        MissingDependencyError: there is no vLLM, or none in the supported range.
+        ConfigError: vLLM cannot start so.
+    """
+    require_vllm("`vllm_mode='colocate'`")
+    on_gpu = torch.cuda.is_available()
+    options: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "max_num_seqs": settings.max_num_seqs,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        # Without a GPU there is nothing to free; the engine goes through the motions all the same.
+        "enable_sleep_mode": settings.sleeps and on_gpu,
+        "model_impl": settings.model_impl,
+        "seed": settings.seed,
+        "trust_remote_code": settings.trust_remote_code,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+    }
+    if settings.max_model_len is not None:
+        options["max_model_len"] = settings.max_model_len
+    if settings.launched:
+        options["distributed_executor_backend"] = "external_launcher"
+    if on_gpu:
+        options["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    else:
+        # Compiling takes minutes there and gains next to nothing.
+        options |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
+    with _environment(on_gpu), _unchanged_randomness(), _model_folder(policy, tokenizer, settings) as folder:
+        from vllm import LLM
+
+        for name in _CHATTY:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            return LLM(folder, tokenizer=folder, **options)
+        except (ValueError, RuntimeError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            raise ConfigError(f"vLLM did not start inside the trainer, with {given}: {error}") from error
+
+
+def heal(modules: Iterable[nn.Module]) -> None:
+    """Gives models of the trainer their own forward pass back.
+
+    vLLM's Transformers backend patches the decoder class of transformers itself, for all instances. A model made before
+    gets a subclass that calls as `torch.nn.Module` does.
+    """
+    for model in modules:
+        for module in model.modules():
+            cls = type(module)
+            if any(base.__name__ == _PATCH for base in cls.__bases__):
+                members = {"__call__": nn.Module.__call__, "__module__": cls.__module__}
+                module.__class__ = type(cls.__name__, (cls,), members)
+
+
+@contextmanager
+def _unchanged_randomness() -> Iterator[None]:
+    """vLLM seeds every generator of the process when it starts; outside nothing of that shows."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@contextmanager
+def _environment(on_gpu: bool) -> Iterator[None]:
+    """The variables that vLLM reads while it starts; what the user has set stays."""
+    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    defaults = {"VLLM_LOGGING_LEVEL": "WARNING"}
+    if not on_gpu:
+        # It would bind the process, the trainer included, to a part of the cores.
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    before = dict(os.environ)
+    os.environ.update({**defaults, **before, **wanted})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _model_folder(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ColocateSettings
+) -> Iterator[str]:
+    """A folder with the policy's config and tokenizer; where its code lies, if that is not transformers'."""
+    if settings.trust_remote_code and policy.config._name_or_path:
+        yield policy.config._name_or_path
+        return
+    with tempfile.TemporaryDirectory(prefix="trl-vllm-") as folder:
+        config = deepcopy(policy.config)
+        config.architectures = [type(policy).__name__]
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        yield folder
+
+
+def end_groups() -> None:
+    """Leaves the groups of processes that vLLM made."""
+    parallel = sys.modules.get("vllm.distributed.parallel_state")
+    if parallel is not None:
+        parallel.destroy_model_parallel()
