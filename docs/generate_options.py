@@ -22,18 +22,11 @@ END = "<!-- end of options -->"
 
 REFUSED = "Not supported yet: setting it is an error."
 UNREAD = "Accepted, without effect in this version."
-COLOCATE = "`colocate` is not supported yet."
 NOTES = {
     "cache_implementation": REFUSED,
     "use_transformers_continuous_batching": REFUSED,
     "transformers_continuous_batching_config": REFUSED,
     "use_transformers_paged": REFUSED,
-    "vllm_mode": COLOCATE,
-    "vllm_model_impl": UNREAD,
-    "vllm_enable_sleep_mode": UNREAD,
-    "vllm_gpu_memory_utilization": UNREAD,
-    "vllm_max_model_length": UNREAD,
-    "vllm_tensor_parallel_size": UNREAD,
     "max_tool_calling_iterations": REFUSED,
     "log_completions_hub_repo": REFUSED,
     "pad_to_multiple_of": UNREAD,
@@ -41,7 +34,7 @@ NOTES = {
     "log_multimodal": UNREAD,
 }
 GROUP_NOTES = {
-    VLLMArguments: "[vLLM integration](vllm.md) explains them. `use_vllm` needs `vllm_mode='server'` in this version.",
+    VLLMArguments: "[vLLM inside the trainer](colocate.md) and [vLLM servers](vllm.md) explain them.",
     SamplerCorrectionArguments: "With `use_vllm` only; [how it is meant](vllm.md#log-probs-and-their-correction).",
 }
 

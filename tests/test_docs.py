@@ -277,20 +277,6 @@ def test_options_called_refused_are_refused(generator: ModuleType, tmp_path: Pat
             GRPOConfig(output_dir=str(tmp_path), **{name: REFUSED_VALUES.get(name, True)})
 
 
-def test_vllm_inside_the_trainer_is_refused_as_the_pages_say(generator: ModuleType) -> None:
-    from trl.errors import NotSupportedError
-    from trl.generation.build import check_engine
-    from trl.trainer.arguments import VLLMArguments
-
-    assert generator.NOTES["vllm_mode"] == generator.COLOCATE
-    # Both pages say that `use_vllm=True` alone means this mode.
-    with pytest.raises(NotSupportedError, match="vllm_mode='colocate'"):
-        check_engine(VLLMArguments(use_vllm=True))
-    check_engine(VLLMArguments(use_vllm=True, vllm_mode="server"))
-    for page in ("README.md", "docs/vllm.md"):
-        assert re.search(r'`vllm_mode="colocate"`.*not', (ROOT / page).read_text(encoding="utf-8"))
-
-
 # ---- dependencies ----
 
 

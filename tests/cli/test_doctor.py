@@ -1,6 +1,7 @@
 """What `trl doctor` finds: every row that can fail does, says how to mend it, and makes the exit code 1."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.models import CHAIN_S, chain_logits, table_model
+from fixtures.runs import grpo_config
 from fixtures.tokenizers import word_tokenizer
 from fixtures.vllm_stub import VERSIONS, Fault, running_stub
 
@@ -17,6 +19,8 @@ from trl.cli.doctor import Finding, examine, server_settings
 from trl.cli.main import main
 from trl.cli.train import parse
 from trl.generation.vllm_probe import ServerFacts
+from trl.models.planner import PHASES
+from trl.trainer.memory import plan_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEAD = {"lm_head.weight": chain_logits(CHAIN_S).T / 8}
@@ -136,16 +140,40 @@ def test_prompt_and_completion_have_to_fit_the_positions(options: dict[str, str]
     assert f"8 prompts 2 tokens, with its completion up to {length + 2}" in finding.detail
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Makes a GPU with so many free and total bytes."""
+
+    def make(free: int, total: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (free, total))
+
+    return make
+
+
 @pytest.mark.parametrize(("spare", "verdict"), [(0, "ok"), (-1, "fail")])
-def test_memory_is_what_weights_gradients_and_moments_take(
-    options: dict[str, str], monkeypatch: pytest.MonkeyPatch, spare: int, verdict: str
-) -> None:
-    free = 16 * table_model(CHAIN_S).num_parameters() + spare
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1 << 40))
-    loaded = SimpleNamespace(failed=False, value=SimpleNamespace(policy=table_model(CHAIN_S)))
-    (finding,) = doctor._memory(loaded)  # type: ignore[arg-type]
+def test_memory_is_what_the_plan_needs_at_most(tmp_path: Path, gpu, spare: int, verdict: str) -> None:
+    model = SimpleNamespace(failed=False, value=SimpleNamespace(policy=table_model(CHAIN_S)))
+    args = grpo_config(tmp_path)
+    planned = plan_of(args, model.value.policy, 5, reference=False, total_bytes=1 << 40)
+    gpu(max(map(planned.needs, PHASES)) + spare, 1 << 40)
+    (finding,) = doctor._memory(args, model, 5)  # type: ignore[arg-type]
     assert finding.verdict == verdict
+    assert "of 1024.0" in finding.detail
+
+
+def test_a_share_that_cannot_work_is_a_failure_with_the_ones_that_can(tmp_path: Path, gpu, monkeypatch) -> None:
+    model = SimpleNamespace(failed=False, value=SimpleNamespace(policy=table_model(CHAIN_S)))
+    args = grpo_config(tmp_path, use_vllm=True, vllm_gpu_memory_utilization=1.0)
+    gpu(80 << 30, 80 << 30)
+    (finding,) = doctor._memory(args, model, 5)  # type: ignore[arg-type]
+    assert finding.verdict == "fail"
+    assert "Set it to a value from 0.0" in finding.repair
+
+
+def test_vllm_inside_the_trainer_has_to_be_installed(options: dict[str, str]) -> None:
+    finding = of("vLLM", findings(options | {"use_vllm": "true"}))
+    assert (finding.verdict, "pip install 'trl[vllm]'" in finding.repair) == ("fail", True)
 
 
 # ---- the server ----

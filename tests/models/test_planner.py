@@ -216,9 +216,9 @@ def test_only_sleep_helps():
 
 def test_training_that_does_not_fit_beside_a_sleeping_engine_is_not_blamed_on_the_share():
     training = {"gradient_checkpointing": False, "tokens": 65_536}
-    with pytest.raises(ConfigError, match="is not at fault") as caught:
+    with pytest.warns(UserWarning, match="where all sequences of a micro-batch are of full length") as caught:
         check(planned(24, training=training, sleep_level=2))
-    advice = str(caught.value).split("most first: ")[1]
+    advice = str(caught[0].message).split("most first: ")[1]
     names = ["gradient_checkpointing=True", "max_tokens_per_micro_batch=32768", "optim='adamw_8bit'"]
     places = [advice.index(name) for name in names]
     assert places == sorted(places)
@@ -244,8 +244,13 @@ def test_estimates_are_given_the_benefit_of_the_doubt():
     tight = planned((rest - 0.1 * estimated) / GIB, training=asdict(p.training), utilization=0.03)
     assert "train: may not fit" in tight.table()
     check(tight)
-    with pytest.raises(ConfigError):
+    # Of four tenths: it works while completions stay short, which is said.
+    with pytest.warns(UserWarning, match="may run out"):
         check(planned((rest - 0.4 * estimated) / GIB, training=asdict(p.training), utilization=0.05))
+    # Weights, gradients and optimizer alone are too much.
+    certain = sum(p.phases["train"][part] for part in ("policy weights", "gradients", "optimizer", "CUDA context"))
+    with pytest.raises(ConfigError):
+        check(planned((certain - 1) / GIB, training=asdict(p.training), utilization=0.05))
 
 
 # ---- invariances ----

@@ -5,6 +5,7 @@ that repairs it.
 """
 
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,11 +63,14 @@ def examine(request: Request) -> Iterator[Finding]:
         return
     model = _Attempt("model", lambda: _load_model(request))
     yield model.finding("loads")
+    lengths: list[int] = []
     if not (data.failed or model.failed):
-        yield _lengths(request, settings.value, data.value["train_dataset"], model.value)
-    yield from _memory(model)
+        yield _lengths(request, settings.value, data.value["train_dataset"], model.value, lengths)
+    yield from _memory(settings.value, model, max(lengths, default=0))
     if settings.value.use_vllm and settings.value.vllm_mode == "server":
         yield from _servers(settings.value, None if model.failed else model.value)
+    elif settings.value.use_vllm:
+        yield _engine(settings.value)
 
 
 class _Attempt:
@@ -110,14 +114,26 @@ def _load_model(request: Request) -> _Model:
     return _Model(policy.eval(), load_tokenizer(policy))
 
 
-def _lengths(request: Request, args: Any, dataset: Any, model: _Model) -> Finding:
-    """Whether prompt plus completion fits the model's own positions, on a sample of the rows."""
+def _engine(args: Any) -> Finding:
+    """Whether vLLM can run inside the trainer."""
+    from trl.generation.build import check_engine
+
+    attempt = _Attempt("vLLM", lambda: check_engine(args))
+    return attempt.finding("installed, in the supported range")
+
+
+def _lengths(request: Request, args: Any, dataset: Any, model: _Model, lengths: list[int]) -> Finding:
+    """Whether prompt plus completion fits the model's own positions, on a sample of the rows.
+
+    Args:
+        lengths: receives those of the prompts.
+    """
     from itertools import islice
 
     from trl.data.chat import encode_prompt
 
     try:
-        lengths = [
+        lengths += [
             len(encode_prompt(row["prompt"], model.tokenizer, chat_template_kwargs=args.chat_template_kwargs))
             for row in islice(dataset, 200)
         ]
@@ -131,18 +147,31 @@ def _lengths(request: Request, args: Any, dataset: Any, model: _Model) -> Findin
     return Finding("prompts", "ok", detail)
 
 
-def _memory(model: _Attempt) -> Iterator[Finding]:
+def _memory(args: Any, model: _Attempt, longest: int) -> Iterator[Finding]:
+    """The plan of each phase against the GPU."""
     import torch
+
+    from trl.models.planner import PHASES, check, gpu_memory
+    from trl.trainer.memory import plan_of
 
     if model.failed or not torch.cuda.is_available():
         yield Finding("GPU memory", "skip", "no GPU" if not torch.cuda.is_available() else "the model did not load")
         return
-    # float32 weights, gradients and two Adam moments: what training needs before the first activation.
-    parameters = sum(p.numel() for p in model.value.policy.parameters())
-    needed, (free, _) = 16 * parameters, torch.cuda.mem_get_info()
-    detail = f"weights, gradients and optimizer {needed / 2**30:.1f} GiB, free {free / 2**30:.1f} GiB"
-    if needed > free:
-        yield Finding("GPU memory", "fail", detail, "choose a free GPU by CUDA_VISIBLE_DEVICES, or a smaller model")
+    free, total = gpu_memory()
+    planned = plan_of(args, model.value.policy, longest, reference=args.beta != 0.0, total_bytes=total)
+    needs = ", ".join(f"{phase} {planned.needs(phase) / 2**30:.1f}" for phase in PHASES)
+    detail = f"GiB at most: {needs}; free {free / 2**30:.1f} of {total / 2**30:.1f}"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            check(planned)
+        except ConfigError as error:
+            yield Finding("GPU memory", "fail", detail, str(error).splitlines()[0])
+            return
+    if said:
+        yield Finding("GPU memory", "warn", detail, str(said[0].message).splitlines()[0])
+    elif max(map(planned.needs, PHASES)) > free:
+        yield Finding("GPU memory", "fail", detail, "choose a free GPU by CUDA_VISIBLE_DEVICES")
     else:
         yield Finding("GPU memory", "ok", detail)
 

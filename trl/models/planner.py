@@ -6,6 +6,7 @@ estimates: within 20 % of the measured peak of small Llamas, further off for oth
 weights split over processes, and the cache of generation without vLLM.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, floor
@@ -23,7 +24,7 @@ PHASES: tuple[Phase, ...] = ("generate", "score", "train")
 ENGINE_PARTS = ("engine weights", "engine activations", "engine cache")
 GIB = 2**30
 DOUBT = 0.3
-"""By how much activations may be overestimated. A setting is refused only where it fails even then."""
+"""By how much activations may be overestimated."""
 CUDA_CONTEXT = GIB
 """Kernels, their workspaces and captured graphs: outside of torch's and of vLLM's accounts."""
 CACHE_BLOCK = 16
@@ -296,14 +297,24 @@ def _gib(n: float) -> str:
 
 
 def check(plan: MemoryPlan) -> None:
-    """Raises for a plan that cannot work.
+    """Raises for a plan that cannot work, and warns of one that works only while sequences stay short.
 
     Raises:
-        ConfigError: vLLM cannot start, or leaves too little. Says which values work, or what else to change.
+        ConfigError: vLLM cannot start, or what is left does not hold weights, gradients and optimizer. Says which
+            values work, or what else to change.
     """
     engine, (least, sure), (_, likely) = plan.engine, plan.share_limits(), plan.share_limits(DOUBT)
     share = round(engine.utilization * plan.total_bytes) if engine else 0
     if least <= share <= likely:
+        return
+    if least <= share <= plan.share_limits(1.0)[1]:
+        works = plan.utilizations()
+        fix = f"`vllm_gpu_memory_utilization={works[1]}` leaves room for that." if engine and works else ""
+        warnings.warn(
+            f"The GPU's memory may run out where all sequences of a micro-batch are of full length. {fix} "
+            f"{_advice(plan, _largest)}\n{plan.table()}",
+            stacklevel=2,
+        )
         return
     room = sure if sure >= least else likely
     if engine is None:

@@ -76,7 +76,7 @@ class VLLMArguments:
     vllm_mode: Literal["colocate", "server"] = option(
         "colocate", "`colocate`: vLLM inside the trainer's process; `server`: a `vllm serve` elsewhere."
     )
-    vllm_model_impl: str = option("vllm", "Model implementation vLLM uses: `vllm`, `transformers` or `auto`.")
+    vllm_model_impl: str = option("vllm", "Colocate: model implementation vLLM uses, `vllm`, `transformers` or `auto`.")
     vllm_enable_sleep_mode: bool = option(False, "Colocate: free the engine's GPU memory while optimising.")
     vllm_structured_outputs_regex: str | None = option(None, "Completions must match this regular expression.")
     vllm_server_base_url: str | list[str] | None = option(

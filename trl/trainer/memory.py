@@ -3,12 +3,38 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from trl.models.planner import MemoryPlan, Phase, check, explain_out_of_memory
+from trl.generation.build import engine_size
+from trl.models.load import compute_dtype
+from trl.models.planner import (
+    MemoryPlan,
+    ModelSize,
+    Phase,
+    TrainingSize,
+    check,
+    explain_out_of_memory,
+    plan,
+)
+from trl.trainer.group_batches import rows_of_process
 
 logger = logging.getLogger(__name__)
+
+
+def plan_of(args: Any, policy: PreTrainedModel, prompt_tokens: int, *, reference: bool, total_bytes: int) -> MemoryPlan:
+    """The plan of an online method with this config.
+
+    Args:
+        prompt_tokens: of the longest prompt.
+        reference: whether there is a reference model.
+        total_bytes: of the GPU.
+    """
+    size = ModelSize.of(policy, getattr(torch, compute_dtype(args, policy)))
+    training = TrainingSize.of(args, policy, prompt_tokens=prompt_tokens, reference=reference)
+    return plan(size, training, engine_size(args, policy, max(rows_of_process(args).values())), total_bytes)
 
 
 class MemoryGuard:

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from trl.data.chat import decode_completions, encode_prompt
 from trl.errors import ConfigError
-from trl.generation.build import build_engine, check_engine, engine_size
+from trl.generation.build import build_engine, check_engine
 from trl.models.forward import TokenLogps, token_logps
 from trl.models.load import compute_dtype, end_of_sequence_ids
-from trl.models.planner import MemoryPlan, ModelSize, TrainingSize, gpu_memory, plan
+from trl.models.planner import MemoryPlan, gpu_memory
 from trl.models.reference import frozen_copy
 from trl.rewards.scorer import RewardScorer, RewardSource
 from trl.rollout.buffer import RolloutBuffer
@@ -33,8 +33,9 @@ from trl.trainer.base import Mode, column_lists, log_prefix, mode_of
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.completions import CompletionTable
 from trl.trainer.engine_weights import EngineWeights
+from trl.trainer.group_batches import rows_of_process
 from trl.trainer.group_loaders import GroupLoaders
-from trl.trainer.memory import MemoryGuard
+from trl.trainer.memory import MemoryGuard, plan_of
 from trl.trainer.metrics import from_all_processes
 from trl.trainer.prompt_datasets import (
     ROW_COLUMNS,
@@ -88,9 +89,8 @@ class OnlineTrainer(GroupLoaders):
         self.sampling = sampling_of(args)
         self.ref_model = self._make_reference(policy)
         eos_ids = end_of_sequence_ids(policy, tokenizer)
-        rows = args.per_device_train_batch_size * max(args.steps_per_generation, args.gradient_accumulation_steps)
-        most_rows = max(rows, args.per_device_eval_batch_size)
-        self.memory = MemoryGuard(self._memory_plan(policy, most_rows))
+        rows = rows_of_process(args)
+        self.memory = MemoryGuard(self._memory_plan(policy))
         self.engine = build_engine(
             args,
             policy,
@@ -100,7 +100,7 @@ class OnlineTrainer(GroupLoaders):
             shared_prompts=self.packed,
             autocast=self.compute_loss_context_manager,
             dtype=compute_dtype(args, policy),
-            sequences=most_rows,
+            sequences=max(rows.values()),
             others=[model for model in (self.ref_model, *self.scorer.modules) if model is not None],
         )
         self.engine_weights = EngineWeights(
@@ -114,8 +114,8 @@ class OnlineTrainer(GroupLoaders):
         )
         self.buffer = RolloutBuffer(args.steps_per_generation, args.num_iterations)
         self.completion_tables: dict[Mode, CompletionTable] = {
-            "train": CompletionTable(rows),
-            "eval": CompletionTable(most_rows),
+            "train": CompletionTable(rows["train"]),
+            "eval": CompletionTable(max(rows.values())),
         }
         self._resumed_state: dict[str, Any] | None = None
         self._step_seconds = 0.0
@@ -342,17 +342,16 @@ class OnlineTrainer(GroupLoaders):
 
     # ---- set-up ----
 
-    def _memory_plan(self, policy: PreTrainedModel, rows: int) -> MemoryPlan | None:
+    def _memory_plan(self, policy: PreTrainedModel) -> MemoryPlan | None:
         """What each phase is going to need, on a GPU."""
         if self.accelerator.device.type != "cuda":
             return None
-        args, dataset = self.args, self.train_dataset
+        dataset = self.train_dataset
         # Some prompts of all over the dataset stand for the rest.
         some = [] if is_stream(dataset) else [dataset[i] for i in range(0, len(dataset), len(dataset) // 64 + 1)]
-        prompt_tokens = max(map(len, self._encode([row["prompt"] for row in some])), default=0)
-        size = ModelSize.of(policy, getattr(torch, compute_dtype(args, policy)))
-        training = TrainingSize.of(args, policy, prompt_tokens=prompt_tokens, reference=self.ref_model is not None)
-        return plan(size, training, engine_size(args, policy, rows), gpu_memory(self.accelerator.device)[1])
+        longest = max(map(len, self._encode([row["prompt"] for row in some])), default=0)
+        total = gpu_memory(self.accelerator.device)[1]
+        return plan_of(self.args, policy, longest, reference=self.ref_model is not None, total_bytes=total)
 
     def _make_reference(self, policy: PreTrainedModel) -> PreTrainedModel | None:
         if not self.reference_needed:
