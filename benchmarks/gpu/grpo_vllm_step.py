@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--memory", type=float, default=0.4, help="share of GPU memory for the server")
     args = parser.parse_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the trainer's, before CUDA starts; the server gets its own
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the trainer's, before CUDA starts; the server gets its own
     model = args.model or Path(tempfile.gettempdir()) / "grpo-bench-0.5b"
     if not (model / "config.json").exists():
         make_model(model)

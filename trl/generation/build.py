@@ -3,18 +3,19 @@
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl._deps import require_vllm
-from trl.errors import ConfigError, NotSupportedError
+from trl.errors import ConfigError, NotSupportedError, TRLError
 from trl.generation.connect import ServerArguments, connect
 from trl.generation.dispatch import EngineGroup, Processes, join_alone, leave_alone
 from trl.generation.local import LocalEngine
 from trl.generation.vllm_colocate import VLLMColocateEngine
-from trl.generation.vllm_start import ColocateSettings, end_groups, heal, start_llm
+from trl.generation.vllm_start import ColocateSettings, end_llm, heal, start_llm
 from trl.models.planner import EngineSize
 from trl.types import Engine
 
@@ -148,8 +149,13 @@ def _colocate(
         trust_remote_code=args.trust_remote_code,
         launched=processes.count > 1,
     )
-    made_group = join_alone()
-    llm = start_llm(model, tokenizer, settings)
+    joined = join_alone()
+    try:
+        llm = start_llm(model, tokenizer, settings)
+    except TRLError:
+        if joined:
+            leave_alone()
+        raise
     heal([model, *others])
     regex = args.vllm_structured_outputs_regex
     return VLLMColocateEngine(
@@ -159,5 +165,5 @@ def _colocate(
         dtype=dtype,
         sleeps=settings.sleeps,
         structured_outputs=None if regex is None else {"regex": regex},
-        on_close=[end_groups, *([leave_alone] if made_group else [])],
+        on_close=[partial(end_llm, llm, alone=processes.count == 1), *([leave_alone] if joined else [])],
     )

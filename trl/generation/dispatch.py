@@ -57,22 +57,30 @@ class Processes:
         return gathered[~torch.isnan(gathered)]
 
 
+_users_of_group_of_one = 0
+
+
 def join_alone() -> bool:
-    """Makes this process a group of one, where it is in no group; returns whether it did.
+    """Makes this process a group of one, where it is in no group; returns whether `leave_alone` is to be called.
 
     vLLM would do so itself, over a port that it picks first and binds later: two runs that start together may pick the
     same. This needs none.
     """
-    if torch.distributed.is_initialized():
+    global _users_of_group_of_one
+    if torch.distributed.is_initialized() and not _users_of_group_of_one:
         return False
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not _users_of_group_of_one:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    _users_of_group_of_one += 1
     return True
 
 
 def leave_alone() -> None:
-    """Ends what `join_alone` made."""
-    if torch.distributed.is_initialized():
+    """Ends what `join_alone` made, once every one of its users has left."""
+    global _users_of_group_of_one
+    _users_of_group_of_one -= 1
+    if not _users_of_group_of_one and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Completions from a vLLM engine inside the trainer's process."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class VLLMColocateEngine:
         dtype: of its weights, e.g. `bfloat16`.
         sleeps: whether to free its memory between generations.
         structured_outputs: vLLM's constraint on the completions, e.g. `{"regex": …}`.
-        on_close: what else to end with it.
+        on_close: what ends with it, in this order.
     """
 
     own_weights = True
@@ -62,11 +63,13 @@ class VLLMColocateEngine:
         self.last_sync: SyncReport | None = None
         self.max_model_len: int = llm.llm_engine.model_config.max_model_len
         self._group, self._eos_ids, self._dtype = group, sorted(eos_ids), dtype
-        self._sleeps, self._asleep = sleeps, False
+        self._sleeps = sleeps
+        self._asleep: set[str] = set()  # which of its memory is gone
+        self._names = itertools.count()
         self._structured_outputs = structured_outputs
         self._sync = InProcessSync(llm, getattr(torch, dtype))
         # Also where nobody closes it: with the trainer that owns it, or at the end of the process.
-        self._end = weakref.finalize(self, _end, llm, on_close)
+        self._end = weakref.finalize(self, _end, on_close)
         self.sleep()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
@@ -91,7 +94,8 @@ class VLLMColocateEngine:
             )
             for i, p in enumerate(prompts)
         ]
-        for index, output in self._run(requests):
+        # The trainer's generator seeds the draws, so that a run that goes on draws what it would have drawn.
+        for index, output in self._run(requests, seed=int(torch.randint(2**31 - 1, ()))):
             yield index, [self._completion(choice) for choice in output.outputs] * copies
 
     def update_weights(self, weights: WeightStream, version: int) -> None:
@@ -101,12 +105,9 @@ class VLLMColocateEngine:
             WeightSyncError: with the phase that failed.
         """
         assert isinstance(weights, PolicyWeights)
-        if self._asleep:
-            self.llm.wake_up(tags=["weights"])
+        self._wake("weights")
         self.last_sync = self._sync.update(weights, version)
-        if self._asleep:
-            self.llm.wake_up(tags=["kv_cache"])
-            self._asleep = False
+        self._wake("kv_cache")
         self.policy_version = version
 
     def sleep(self) -> bool:
@@ -115,8 +116,13 @@ class VLLMColocateEngine:
             # Level 2 throws the weights away: new ones come before anything is generated.
             self.llm.sleep(level=2)
             self._sync.version = None
-            self._asleep = True
+            self._asleep = {"weights", "kv_cache"}
         return self._sleeps
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self.llm.wake_up(tags=[part])
+            self._asleep.discard(part)
 
     @property
     def scorers(self) -> list[Scorer]:
@@ -146,16 +152,15 @@ class VLLMColocateEngine:
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._check_awake()
         params = {"max_tokens": 1, "prompt_logprobs": 0}
-        told = dict(self._run([_Request(list(ids), params) for ids in sequences]))
+        # Nothing of it is drawn: the generator that completions are seeded from stays where it is.
+        told = dict(self._run([_Request(list(ids), params) for ids in sequences], seed=0))
         return [
             [entry[token].logprob for entry, token in zip(told[i].prompt_logprobs[1:], ids[1:], strict=True)]
             for i, ids in enumerate(sequences)
         ]
 
-    def _run(self, requests: Sequence[_Request]) -> Iterator[tuple[int, Any]]:
+    def _run(self, requests: Sequence[_Request], seed: int) -> Iterator[tuple[int, Any]]:
         """Yields `(index, vLLM's RequestOutput)` of this process's requests as they finish."""
-        # The trainer's generator seeds the draws, so that a run that goes on draws what it would have drawn.
-        seed = int(torch.randint(2**31 - 1, ()))
         every, first, seed = self._group.share(list(requests), seed)
         results = self._steps(every, seed)
         if self._group.size > 1:
@@ -167,11 +172,11 @@ class VLLMColocateEngine:
 
     def _steps(self, requests: Sequence[_Request], seed: int) -> Iterator[tuple[int, Any]]:
         engine = self.llm.llm_engine
-        names = [str(i) for i in range(len(requests))]
-        pending = set(names)
+        places = {str(next(self._names)): place for place in range(len(requests))}
+        pending = set(places)
         state = _Randomness(seed)
         try:
-            for name, request in zip(names, requests, strict=True):
+            for name, request in zip(places, requests, strict=True):
                 engine.add_request(name, {"prompt_token_ids": request.token_ids}, _sampling_params(request.params))
             while pending:
                 with state:
@@ -179,7 +184,7 @@ class VLLMColocateEngine:
                 for output in outputs:
                     if output.finished:
                         pending.discard(output.request_id)
-                        yield int(output.request_id), output
+                        yield places[output.request_id], output
         finally:
             if pending:
                 engine.abort_request(list(pending))
@@ -194,8 +199,7 @@ class VLLMColocateEngine:
         return Completion(list(choice.token_ids), logps, reason, self.policy_version)
 
 
-def _end(llm: Any, on_close: Sequence[Callable[[], None]]) -> None:
-    llm.llm_engine.engine_core.shutdown()
+def _end(on_close: Sequence[Callable[[], None]]) -> None:
     for end in on_close:
         end()
 

@@ -18,11 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl._deps import require_vllm
 from trl.errors import ConfigError
+from trl.weights.adapters import without_adapters
 
 # Of a class that vLLM's Transformers backend has changed for all its instances, the training model's among them.
 _PATCH = "TorchCompileWithNoGuardsWrapper"
 # What these warn of happens at every weight update, or is nothing that a user could change.
 _CHATTY = ("vllm.model_executor.model_loader.reload", "vllm.v1.engine.input_processor")
+_live: set[int] = set()
 # Keys and values on a machine without a GPU, of whose memory vLLM would take a share.
 _CPU_CACHE_BYTES = 1 << 30
 
@@ -96,10 +98,12 @@ def start_llm(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setti
         for name in _CHATTY:
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
-            return LLM(folder, tokenizer=folder, **options)
+            llm = LLM(folder, tokenizer=folder, **options)
         except (ValueError, RuntimeError) as error:
             given = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise ConfigError(f"vLLM did not start inside the trainer, with {given}: {error}") from error
+    _live.add(id(llm))
+    return llm
 
 
 def heal(modules: Iterable[nn.Module]) -> None:
@@ -111,7 +115,7 @@ def heal(modules: Iterable[nn.Module]) -> None:
     for model in modules:
         for module in model.modules():
             cls = type(module)
-            if any(base.__name__ == _PATCH for base in cls.__bases__):
+            if any(base.__name__ == _PATCH for base in cls.__mro__):
                 members = {"__call__": nn.Module.__call__, "__module__": cls.__module__}
                 module.__class__ = type(cls.__name__, (cls,), members)
 
@@ -156,14 +160,20 @@ def _model_folder(
         return
     with tempfile.TemporaryDirectory(prefix="trl-vllm-") as folder:
         config = deepcopy(policy.config)
-        config.architectures = [type(policy).__name__]
+        config.architectures = [type(without_adapters(policy)).__name__]
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         yield folder
 
 
-def end_groups() -> None:
-    """Leaves the groups of processes that vLLM made."""
+def end_llm(llm: Any, alone: bool) -> None:
+    """Ends an engine; with the last one of the process also the groups of processes that vLLM made.
+
+    Args:
+        alone: whether those hold this process only. Of several none knows when the others are done: leave them be.
+    """
+    llm.llm_engine.engine_core.shutdown()
+    _live.discard(id(llm))
     parallel = sys.modules.get("vllm.distributed.parallel_state")
-    if parallel is not None:
+    if parallel is not None and alone and not _live:
         parallel.destroy_model_parallel()

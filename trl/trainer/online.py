@@ -161,7 +161,8 @@ class OnlineTrainer(GroupLoaders):
     def collect(self, rows: Rows, mode: Mode = "train") -> RolloutBatch:
         """One batch of completions, sampled, scored, annotated and recorded."""
         prompts, step = [row["prompt"] for row in rows], self.state.global_step
-        self.engine_weights.bring_up_to_date(step)
+        with self.memory.phase("generate"):
+            self.engine_weights.bring_up_to_date(step)
         sampling = replace(self.sampling, with_logps=self.needs_sampling_logps)
         with self.memory.phase("generate"):
             rollouts = roll_out(self._encode(prompts), self.engine, sampling)

@@ -13,6 +13,15 @@ _ORIGINAL = "original_module."
 _PREFIX, _BASE = "base_model.model.", "base_layer."
 
 
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model that adapters were added to; itself for one without."""
+    if not available("peft"):
+        return model
+    from peft import PeftModel
+
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
 class Adapters:
     """The adapters of a model, as far as its weights are concerned; none for a model without.
 

@@ -52,6 +52,8 @@ def _phase(name: str, report: SyncReport) -> Iterator[None]:
     started = time.monotonic()
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # the trainer explains it
     except (RuntimeError, ValueError, KeyError, AssertionError, AttributeError, TypeError) as error:
         # Whatever vLLM raises while it loads: the user has to learn that the weights are gone.
         raise WeightSyncError(
