@@ -79,6 +79,8 @@ def join_alone() -> bool:
 def leave_alone() -> None:
     """Ends what `join_alone` made, once every one of its users has left."""
     global _users_of_group_of_one
+    if not _users_of_group_of_one:
+        return
     _users_of_group_of_one -= 1
     if not _users_of_group_of_one and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -115,7 +115,8 @@ def heal(modules: Iterable[nn.Module]) -> None:
     for model in modules:
         for module in model.modules():
             cls = type(module)
-            if any(base.__name__ == _PATCH for base in cls.__mro__):
+            healed = vars(cls).get("__call__") is nn.Module.__call__
+            if not healed and any(base.__name__ == _PATCH for base in cls.__mro__):
                 members = {"__call__": nn.Module.__call__, "__module__": cls.__module__}
                 module.__class__ = type(cls.__name__, (cls,), members)
 
