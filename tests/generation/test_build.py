@@ -9,7 +9,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ import torch
 from fixtures.fake_llm import FakeLLM, install
 from fixtures.models import random_model, table_model
 from fixtures.tokenizers import word_tokenizer
-from torch import nn
 
 from trl.errors import ConfigError, MissingDependencyError, NotSupportedError
 from trl.generation import build
@@ -25,7 +24,7 @@ from trl.generation.build import build_engine, check_engine, engine_size, is_col
 from trl.generation.dispatch import Processes
 from trl.generation.local import LocalEngine
 from trl.generation.vllm_colocate import VLLMColocateEngine
-from trl.generation.vllm_start import ColocateSettings, end_llm, heal, start_llm
+from trl.generation.vllm_start import ColocateSettings, end_llm, start_llm
 from trl.trainer.arguments import VLLMArguments
 from trl.types import Prompt, Sampling
 from trl.weights.source import PolicyWeights
@@ -173,7 +172,7 @@ def vllm(monkeypatch):
         torch.distributed.destroy_process_group()
 
 
-def built(args, model=None, *, rank=0, count=1, others=(), sequences=8):
+def built(args, model=None, *, rank=0, count=1, sequences=8):
     accelerator = SimpleNamespace(
         num_processes=count, process_index=rank, device=torch.device("cpu"), is_main_process=rank == 0
     )
@@ -187,7 +186,6 @@ def built(args, model=None, *, rank=0, count=1, others=(), sequences=8):
         autocast=nullcontext,
         dtype="float32",
         sequences=sequences,
-        others=others,
     )
 
 
@@ -284,17 +282,26 @@ def test_an_engine_that_does_not_start_leaves_no_group(vllm, monkeypatch):
 
 def test_groups_of_vllm_are_left_first_and_by_the_last_engine(vllm, monkeypatch):
     left = []
-    parallel = ModuleType("vllm.distributed.parallel_state")
+    parallel = sys.modules["vllm.distributed.parallel_state"]
     parallel.destroy_model_parallel = lambda: left.append(torch.distributed.is_initialized())
-    monkeypatch.setitem(sys.modules, parallel.__name__, parallel)
+    parallel._WORLD = SimpleNamespace(destroy=lambda: left.append("world"))
     one, other = built(arguments()), built(arguments())
     one.close()
     assert left == []
     other.close()
-    assert left == [True]
+    assert left == [True, "world"]
+    assert parallel._WORLD is None
     # Of several processes none may take the groups from the others.
     end_llm(one.llm, alone=False)
-    assert left == [True]
+    assert left == [True, "world"]
+
+
+def test_vllm_does_not_end_groups_that_are_not_its_own(vllm):
+    engine = built(arguments())
+    sys.modules["vllm.v1.engine.core"].cleanup_dist_env_and_memory(shutdown_ray=False)
+    assert torch.distributed.is_initialized()
+    engine.close()
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_quantised_policy_is_refused(vllm):
@@ -304,14 +311,6 @@ def test_a_quantised_policy_is_refused(vllm):
         built(arguments(), model)
     assert vllm == []
     assert not torch.distributed.is_initialized()
-
-
-def test_every_model_of_the_process_is_healed(vllm, monkeypatch):
-    healed = []
-    monkeypatch.setattr(build, "heal", lambda models: healed.append((list(models), len(vllm))))
-    model, other = random_model(), random_model(seed=1)
-    built(arguments(), model, others=[other])
-    assert healed == [([model, other], 1)]
 
 
 # ---- the start ----
@@ -473,7 +472,12 @@ def test_no_cores_are_left_to_vllm_on_a_gpu(starting, monkeypatch):
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     bound = []
-    starting(lambda folder, **options: bound.append("VLLM_CPU_OMP_THREADS_BIND" in os.environ))
+
+    def start(folder, **options):
+        bound.append("VLLM_CPU_OMP_THREADS_BIND" in os.environ)
+        return FakeLLM(random_model())
+
+    starting(start)
     start_llm(random_model(), word_tokenizer(), SETTINGS)
     assert bound == [False]
 
@@ -482,75 +486,3 @@ def test_other_loggers_go_on(vllm):
     start_llm(random_model(), word_tokenizer(), SETTINGS)
     assert logging.getLogger("vllm.v1.engine.input_processor").level == logging.ERROR
     assert logging.getLogger("vllm.v1.engine").level == logging.NOTSET
-
-
-# ---- patched classes ----
-
-
-class TorchCompileWithNoGuardsWrapper:
-    def __call__(self, *args, **kwargs):
-        raise AssertionError("vLLM's forward pass")
-
-
-@pytest.fixture
-def decoder():
-    """A class of a decoder layer, to be patched."""
-
-    class Decoder(nn.Module):
-        def forward(self, x):
-            return x + 1
-
-    return Decoder
-
-
-def patch(cls):
-    """What vLLM does to a class it compiles."""
-    cls.__bases__ = (*cls.__bases__, TorchCompileWithNoGuardsWrapper)
-    cls.__call__ = TorchCompileWithNoGuardsWrapper.__call__
-
-
-def test_patched_modules_get_their_forward_pass_back(decoder):
-    model = nn.Sequential(nn.Linear(2, 2), decoder(), nn.Sequential(decoder()))
-    x = torch.ones(1, 2)
-    expected = model(x)
-    patch(decoder)
-    with pytest.raises(AssertionError, match="vLLM's forward pass"):
-        model(x)
-    heal([model])
-    assert torch.equal(model(x), expected)
-    for module in (model[1], model[2][0]):
-        assert isinstance(module, decoder)
-        assert type(module).__name__ == "Decoder"
-        assert type(module).__module__ == decoder.__module__
-    # Those that vLLM makes from the class stay its own.
-    with pytest.raises(AssertionError, match="vLLM's forward pass"):
-        decoder()(x)
-
-
-def test_hooks_and_weights_of_healed_modules_stay(decoder):
-    model = decoder()
-    model.weight = nn.Parameter(torch.ones(3))
-    seen = []
-    model.register_forward_hook(lambda module, args, output: seen.append(output))
-    patch(decoder)
-    heal([model])
-    model(torch.ones(1))
-    assert [tensor.tolist() for tensor in seen] == [[2.0]]
-    assert list(model.state_dict()) == ["weight"]
-
-
-def test_modules_that_nobody_patched_are_left_alone(decoder):
-    model = nn.Sequential(nn.Linear(2, 2), decoder())
-    types = [type(module) for module in model.modules()]
-    heal([model])
-    assert [type(module) for module in model.modules()] == types
-
-
-def test_healing_twice_is_healing_once(decoder):
-    model, other = decoder(), decoder()
-    patch(decoder)
-    heal([model, other])
-    cls = type(model)
-    heal([model])
-    assert type(model) is cls
-    assert torch.equal(other(torch.ones(1)), torch.tensor([2.0]))

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fixtures.colocate import colocate_engine, with_heads_for_vllm
 from fixtures.models import CHAIN_S, chain_logp, table_model
 from fixtures.vllm_stub import running_stub
 
+from trl._deps import available
 from trl.generation.local import LocalEngine
 from trl.generation.vllm_probe import probe
 from trl.generation.vllm_server import Server, VLLMServerEngine
@@ -35,15 +37,31 @@ def server(version: str) -> Iterator[Engine]:
         engine.close()
 
 
+@contextmanager
+def colocate() -> Iterator[Engine]:
+    """A real vLLM in this process, whose model is the same table."""
+    with colocate_engine(with_heads_for_vllm(table_model(CHAIN_S))) as engine:
+        engine.update_weights(PolicyWeights(table_model(CHAIN_S)), 0)
+        yield engine
+
+
+# vLLM's own warnings are no failures.
+WITH_VLLM = [
+    pytest.mark.skipif(not available("vllm"), reason="needs a vLLM in this environment"),
+    pytest.mark.filterwarnings("default"),
+]
 ENGINES = {
     "local": lambda: local(True),
     "local, model's own generate": lambda: local(False),
     "server 0.23": lambda: server("0.23"),
     "server 0.33": lambda: server("0.33"),
+    "colocate": colocate,
 }
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=WITH_VLLM if name == "colocate" else ()) for name in ENGINES]
+)
 def engine(request):
     with ENGINES[request.param]() as made:
         yield made
@@ -103,4 +121,4 @@ def test_nothing_asked_for_is_nothing_done(engine):
 
 
 def test_it_says_whether_its_weights_are_its_own(engine):
-    assert engine.own_weights is isinstance(engine, VLLMServerEngine)
+    assert engine.own_weights is not isinstance(engine, LocalEngine)

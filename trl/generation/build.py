@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl._deps import require_vllm
@@ -15,7 +14,7 @@ from trl.generation.connect import ServerArguments, connect
 from trl.generation.dispatch import EngineGroup, Processes, join_alone, leave_alone
 from trl.generation.local import LocalEngine
 from trl.generation.vllm_colocate import VLLMColocateEngine
-from trl.generation.vllm_start import ColocateSettings, end_llm, heal, start_llm
+from trl.generation.vllm_start import ColocateSettings, end_llm, start_llm
 from trl.models.planner import EngineSize
 from trl.types import Engine
 
@@ -99,7 +98,6 @@ def build_engine(
     autocast: Callable[[], AbstractContextManager],
     dtype: str,
     sequences: int,
-    others: Sequence[nn.Module],
 ) -> Engine:
     """The engine of these arguments.
 
@@ -109,11 +107,10 @@ def build_engine(
         shared_prompts, autocast: of the engine that is the model itself.
         dtype: in which the policy computes.
         sequences: completions of one process at a time.
-        others: further models of this process.
     """
     device = processes.accelerator.device
     if is_colocated(args):
-        return _colocate(args, model, tokenizer, processes, eos_ids, dtype, sequences, others)
+        return _colocate(args, model, tokenizer, processes, eos_ids, dtype, sequences)
     if args.use_vllm:
         return connect(args, device, sends_weights=processes.accelerator.is_main_process)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(eos_ids)
@@ -128,7 +125,6 @@ def _colocate(
     eos_ids: Sequence[int],
     dtype: str,
     sequences: int,
-    others: Sequence[nn.Module],
 ) -> VLLMColocateEngine:
     if "quantization_config" in model.config.to_dict():
         raise NotSupportedError(
@@ -156,7 +152,6 @@ def _colocate(
         if joined:
             leave_alone()
         raise
-    heal([model, *others])
     regex = args.vllm_structured_outputs_regex
     return VLLMColocateEngine(
         llm,

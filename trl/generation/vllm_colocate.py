@@ -10,7 +10,7 @@ import torch
 
 from trl.errors import ConfigError, GenerationError
 from trl.generation.dispatch import EngineGroup
-from trl.generation.vllm_params import request_params, tokens_that_fit
+from trl.generation.vllm_params import request_params, within_context
 from trl.types import Completion, FinishReason, Prompt, Sampling, Scorer, WeightStream
 from trl.weights.in_process import InProcessSync
 from trl.weights.source import PolicyWeights
@@ -66,6 +66,7 @@ class VLLMColocateEngine:
         self._sleeps = sleeps
         self._asleep: set[str] = set()  # which of its memory is gone
         self._names = itertools.count()
+        self._pending: set[str] = set()  # requests that vLLM is working on
         self._structured_outputs = structured_outputs
         self._sync = InProcessSync(llm, getattr(torch, dtype))
         # Also where nobody closes it: with the trainer that owns it, or at the end of the process.
@@ -83,15 +84,9 @@ class VLLMColocateEngine:
         params = self._params(sampling)
         # Greedy completions of a prompt are equal, and vLLM refuses to write them several times.
         copies = sampling.n if params["temperature"] == 0.0 else 1
+        params["n"] //= copies
         requests = [
-            _Request(
-                p.token_ids,
-                {
-                    **params,
-                    "n": params["n"] // copies,
-                    "max_tokens": tokens_that_fit(p.token_ids, i, params["max_tokens"], self.max_model_len, _LONGER),
-                },
-            )
+            _Request(p.token_ids, within_context(params, p.token_ids, i, self.max_model_len, _LONGER))
             for i, p in enumerate(prompts)
         ]
         # The trainer's generator seeds the draws, so that a run that goes on draws what it would have drawn.
@@ -105,6 +100,7 @@ class VLLMColocateEngine:
             WeightSyncError: with the phase that failed.
         """
         assert isinstance(weights, PolicyWeights)
+        self._abandon()
         self._wake("weights")
         self.last_sync = self._sync.update(weights, version)
         self._wake("kv_cache")
@@ -113,6 +109,7 @@ class VLLMColocateEngine:
     def sleep(self) -> bool:
         """Frees the memory of weights and cache, where the engine was started for that."""
         if self._sleeps and not self._asleep:
+            self._abandon()
             # Level 2 throws the weights away: new ones come before anything is generated.
             self.llm.sleep(level=2)
             self._sync.version = None
@@ -171,23 +168,32 @@ class VLLMColocateEngine:
                 yield place - first, output
 
     def _steps(self, requests: Sequence[_Request], seed: int) -> Iterator[tuple[int, Any]]:
+        self._abandon()
         engine = self.llm.llm_engine
         places = {str(next(self._names)): place for place in range(len(requests))}
-        pending = set(places)
+        pending = self._pending = set(places)
         state = _Randomness(seed)
         try:
             for name, request in zip(places, requests, strict=True):
-                engine.add_request(name, {"prompt_token_ids": request.token_ids}, _sampling_params(request.params))
+                _add(engine, name, request)
             while pending:
                 with state:
                     outputs = engine.step()
                 for output in outputs:
-                    if output.finished:
+                    if output.finished and output.request_id in pending:
                         pending.discard(output.request_id)
                         yield places[output.request_id], output
+                        if self._pending is not pending:
+                            raise GenerationError("These completions were given up: others were asked for meanwhile.")
         finally:
-            if pending:
-                engine.abort_request(list(pending))
+            if self._pending is pending:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        """Gives up what is still being written, by a generator that somebody holds on to without reading it."""
+        if self._pending:
+            self.llm.llm_engine.abort_request(list(self._pending))
+        self._pending = set()
 
     def _completion(self, choice: Any) -> Completion:
         flat = choice.logprobs
@@ -234,12 +240,24 @@ class _Randomness:
             torch.cuda.set_rng_state(states[1])
 
 
+def _add(engine: Any, name: str, request: _Request) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        engine.add_request(name, {"prompt_token_ids": request.token_ids}, _sampling_params(request.params))
+    except (ValueError, VLLMValidationError) as error:
+        raise ConfigError(f"vLLM does not take these sampling settings: {error}") from error
+
+
 def _sampling_params(fields: dict[str, Any]) -> Any:
     """vLLM's `SamplingParams`: no text where nobody asks for any, one result at the end, log-probs as flat lists."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     given = dict(fields)
+    if "logit_bias" in given:
+        # Keys are text where they come from JSON; the bounds are those of a request to a server.
+        given["logit_bias"] = {int(token): min(max(bias, -100.0), 100.0) for token, bias in given["logit_bias"].items()}
     if "structured_outputs" in given:
         given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
     return SamplingParams(

@@ -75,8 +75,10 @@ def request_params(sampling: Sampling, structured_outputs: dict[str, Any] | None
     return params
 
 
-def tokens_that_fit(prompt_ids: list[int], index: int, max_tokens: int, max_model_len: int, remedy: str) -> int:
-    """How many tokens a completion of this prompt may have: `max_tokens`, or what the context leaves.
+def within_context(
+    params: dict[str, Any], prompt_ids: list[int], index: int, max_model_len: int, remedy: str
+) -> dict[str, Any]:
+    """The parameters with no more tokens asked for than the context leaves beside this prompt.
 
     Args:
         index: of the prompt, for the message.
@@ -91,4 +93,5 @@ def tokens_that_fit(prompt_ids: list[int], index: int, max_tokens: int, max_mode
             f"Prompt {index} has {len(prompt_ids)} tokens, and vLLM's context is {max_model_len}: {remedy}, or drop "
             "the row."
         )
-    return min(max_tokens, room)
+    limits: dict[str, Any] = {name: min(params[name], room) for name in ("max_tokens", "min_tokens") if name in params}
+    return {**params, **limits}

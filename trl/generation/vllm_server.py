@@ -9,7 +9,7 @@ import torch
 
 from trl.errors import GenerationError, TRLError
 from trl.generation.vllm_client import Choice, VLLMClient
-from trl.generation.vllm_params import request_params, tokens_that_fit
+from trl.generation.vllm_params import request_params, within_context
 from trl.generation.vllm_probe import ServerFacts
 from trl.types import Completion, FinishReason, Prompt, Sampling, Scorer, WeightStream
 from trl.weights.background import DaemonPool
@@ -72,9 +72,8 @@ class VLLMServerEngine:
         calls = []
         for index, prompt in enumerate(prompts):
             server = self.servers[index % len(self.servers)]
-            room = server.facts.max_model_len
-            fitting = tokens_that_fit(prompt.token_ids, index, params["max_tokens"], room, _LONGER)
-            calls.append(partial(self._ask, server, prompt, {**params, "max_tokens": fitting}))
+            fitting = within_context(params, prompt.token_ids, index, server.facts.max_model_len, _LONGER)
+            calls.append(partial(self._ask, server, prompt, fitting))
         for index, choices in self._pool.run(calls):
             yield index, [self._completion(choice) for choice in choices]
 

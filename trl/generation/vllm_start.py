@@ -1,11 +1,11 @@
 """Starts a vLLM engine inside the trainer's process, and leaves everything else in the process as it was."""
 
+import gc
 import logging
 import os
 import random
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl._deps import require_vllm
 from trl.errors import ConfigError
+from trl.generation.vllm_patches import OwnClasses
 from trl.weights.adapters import without_adapters
 
-# Of a class that vLLM's Transformers backend has changed for all its instances, the training model's among them.
-_PATCH = "TorchCompileWithNoGuardsWrapper"
 # What these warn of happens at every weight update, or is nothing that a user could change.
 _CHATTY = ("vllm.model_executor.model_loader.reload", "vllm.v1.engine.input_processor")
 _live: set[int] = set()
@@ -94,31 +92,22 @@ def start_llm(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setti
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
     with _environment(on_gpu), _unchanged_randomness(), _model_folder(policy, tokenizer, settings) as folder:
         from vllm import LLM
+        from vllm.v1.engine import core
 
-        for name in _CHATTY:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        # It would end the default group of processes with the engine, and that may be the trainer's.
+        core.cleanup_dist_env_and_memory = _do_nothing
+        classes = OwnClasses(policy)
         try:
             llm = LLM(folder, tokenizer=folder, **options)
         except (ValueError, RuntimeError) as error:
+            classes.give_back()
             given = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise ConfigError(f"vLLM did not start inside the trainer, with {given}: {error}") from error
+    llm.apply_model(classes.give_back)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     _live.add(id(llm))
     return llm
-
-
-def heal(modules: Iterable[nn.Module]) -> None:
-    """Gives models of the trainer their own forward pass back.
-
-    vLLM's Transformers backend patches the decoder class of transformers itself, for all instances. A model made before
-    gets a subclass that calls as `torch.nn.Module` does.
-    """
-    for model in modules:
-        for module in model.modules():
-            cls = type(module)
-            healed = vars(cls).get("__call__") is nn.Module.__call__
-            if not healed and any(base.__name__ == _PATCH for base in cls.__mro__):
-                members = {"__call__": nn.Module.__call__, "__module__": cls.__module__}
-                module.__class__ = type(cls.__name__, (cls,), members)
 
 
 @contextmanager
@@ -175,6 +164,19 @@ def end_llm(llm: Any, alone: bool) -> None:
     """
     llm.llm_engine.engine_core.shutdown()
     _live.discard(id(llm))
-    parallel = sys.modules.get("vllm.distributed.parallel_state")
-    if parallel is not None and alone and not _live:
-        parallel.destroy_model_parallel()
+    if not alone or _live:
+        return
+    from vllm import envs
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    # Its own function for this would end the default group too.
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+    parallel_state._WORLD = parallel_state._NODE_COUNT = None
+    envs.disable_envs_cache()
+    gc.unfreeze()
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a function of vLLM's."""

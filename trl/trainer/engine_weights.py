@@ -45,10 +45,10 @@ class EngineWeights:
         compute_dtype: str,
     ):
         self._engine, self._processes, self._metrics = engine, processes, metrics
-        self._weights = PolicyWeights(model)
+        self._model, self._weights = model, PolicyWeights(model)
         self._parity_steps, self._score, self._compute_dtype = parity_steps, score, compute_dtype
         report_dtype_gap(engine.scorers, self._weights)
-        self._sent_at: int | None = None
+        self._sent_at: tuple[int, int] | None = None
         self._compared_at: int | None = None
 
     def bring_up_to_date(self, step: int) -> None:
@@ -57,12 +57,14 @@ class EngineWeights:
         Args:
             step: optimizer steps done, which is the version of the weights.
         """
-        if self._sent_at == step:
+        # The second number moves with every change in place, whoever makes it.
+        now = step, sum(parameter._version for parameter in self._model.parameters())
+        if self._sent_at == now:
             return
         started = time.perf_counter()
         self._engine.update_weights(self._weights, step)
         self._processes.wait()
-        self._sent_at = step
+        self._sent_at = now
         if self._engine.own_weights:
             self._metrics.mean("sampling/weight_sync_time", time.perf_counter() - started)
 

@@ -101,7 +101,6 @@ class OnlineTrainer(GroupLoaders):
             autocast=self.compute_loss_context_manager,
             dtype=compute_dtype(args, policy),
             sequences=max(rows.values()),
-            others=[model for model in (self.ref_model, *self.scorer.modules) if model is not None],
         )
         self.engine_weights = EngineWeights(
             self.engine,
