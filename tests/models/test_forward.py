@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from trl.generation.parity import as_batch
+from trl.models import attention
 from trl.models.attention import PACKED_ATTENTION, PackedLayout, Segment
 from trl.models.forward import supports_packing, token_logps
 from trl.models.load import disable_dropout
@@ -303,3 +305,24 @@ def test_an_error_inside_the_model_leaves_the_head_usable():
 
 def test_families_of_the_fixtures_are_covered():
     assert {*PACKABLE, *NOT_PACKABLE} == set(FAMILIES)
+
+
+def test_attention_computes_in_the_dtype_of_mixed_precision(monkeypatch):
+    """Rotary embeddings leave queries and keys in float32, for which the fast kernel does not exist."""
+    seen = []
+    plain = attention._bucketed_attention
+
+    def look(q, k, v, *rest):
+        seen.append({q.dtype, k.dtype, v.dtype})
+        return plain(q, k, v, *rest)
+
+    monkeypatch.setattr(attention, "_bucketed_attention", look)
+    model = random_model(packed=True)
+    batch = as_batch([[3, 10, 11, 12], [20, 21, 22]], torch.device("cpu"))
+    with torch.no_grad():
+        exact = token_logps(model, batch, packed=True).logps
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = token_logps(model, batch, packed=True).logps
+    layers = model.config.num_hidden_layers
+    assert seen == [{torch.float32}] * layers + [{torch.bfloat16}] * layers
+    assert (mixed.float() - exact).abs().max() < 0.1

@@ -67,10 +67,11 @@ def examine(request: Request) -> Iterator[Finding]:
     if not (data.failed or model.failed):
         yield _lengths(request, settings.value, data.value["train_dataset"], model.value, lengths)
     yield from _memory(settings.value, model, max(lengths, default=0))
-    if settings.value.use_vllm and settings.value.vllm_mode == "server":
+    if not settings.value.use_vllm:
+        return
+    yield _engine(settings.value)
+    if settings.value.vllm_mode == "server":
         yield from _servers(settings.value, None if model.failed else model.value)
-    elif settings.value.use_vllm:
-        yield _engine(settings.value)
 
 
 class _Attempt:
@@ -115,11 +116,11 @@ def _load_model(request: Request) -> _Model:
 
 
 def _engine(args: Any) -> Finding:
-    """Whether vLLM can run inside the trainer."""
+    """Whether the options of vLLM fit each other, and it is there where it is needed."""
     from trl.generation.build import check_engine
 
     attempt = _Attempt("vLLM", lambda: check_engine(args))
-    return attempt.finding("installed, in the supported range")
+    return attempt.finding("options fit each other")
 
 
 def _lengths(request: Request, args: Any, dataset: Any, model: _Model, lengths: list[int]) -> Finding:
@@ -159,6 +160,9 @@ def _memory(args: Any, model: _Attempt, longest: int) -> Iterator[Finding]:
         return
     free, total = gpu_memory()
     planned = plan_of(args, model.value.policy, longest, reference=args.beta != 0.0, total_bytes=total)
+    if planned is None:
+        yield Finding("GPU memory", "skip", "the model's config has not the sizes that a plan needs")
+        return
     needs = ", ".join(f"{phase} {planned.needs(phase) / 2**30:.1f}" for phase in PHASES)
     detail = f"GiB at most: {needs}; free {free / 2**30:.1f} of {total / 2**30:.1f}"
     with warnings.catch_warnings(record=True) as said:

@@ -9,7 +9,7 @@ from typing import Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl._deps import require_vllm
-from trl.errors import ConfigError, NotSupportedError, TRLError
+from trl.errors import ConfigError, NotSupportedError
 from trl.generation.connect import ServerArguments, connect
 from trl.generation.dispatch import EngineGroup, Processes, join_alone, leave_alone
 from trl.generation.local import LocalEngine
@@ -57,7 +57,7 @@ def engine_size(args: EngineArguments, model: PreTrainedModel, sequences: int) -
         utilization=args.vllm_gpu_memory_utilization,
         max_model_length=args.vllm_max_model_length or model.config.get_text_config().max_position_embeddings,
         sleep_level=2 if args.vllm_enable_sleep_mode else 0,
-        sequences=min(sequences * args.vllm_tensor_parallel_size, _MAX_SEQUENCES),
+        sequences=min(sequences, _MAX_SEQUENCES),
     )
 
 
@@ -146,19 +146,19 @@ def _colocate(
         launched=processes.count > 1,
     )
     joined = join_alone()
+    regex = args.vllm_structured_outputs_regex
     try:
         llm = start_llm(model, tokenizer, settings)
-    except TRLError:
+        return VLLMColocateEngine(
+            llm,
+            group=EngineGroup.of(processes, size),
+            eos_ids=eos_ids,
+            dtype=dtype,
+            sleeps=settings.sleeps,
+            structured_outputs=None if regex is None else {"regex": regex},
+            on_close=[partial(end_llm, llm, alone=processes.count == 1), *([leave_alone] if joined else [])],
+        )
+    except BaseException:
         if joined:
             leave_alone()
         raise
-    regex = args.vllm_structured_outputs_regex
-    return VLLMColocateEngine(
-        llm,
-        group=EngineGroup.of(processes, size),
-        eos_ids=eos_ids,
-        dtype=dtype,
-        sleeps=settings.sleeps,
-        structured_outputs=None if regex is None else {"regex": regex},
-        on_close=[partial(end_llm, llm, alone=processes.count == 1), *([leave_alone] if joined else [])],
-    )

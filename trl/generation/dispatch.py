@@ -8,6 +8,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from trl.errors import GenerationError
+
 T = TypeVar("T")
 
 
@@ -111,11 +113,26 @@ class EngineGroup:
         return cls(size, groups[processes.accelerator.process_index // size])
 
     def share(self, items: Sequence[T], seed: int) -> tuple[list[T], int, int]:
-        """The items of all processes of the group in order, where this one's begin, and the first one's seed."""
+        """The items of all processes of the group in order, where this one's begin, and the first one's seed.
+
+        Raises:
+            GenerationError: another process called `fail` instead.
+        """
         if self.size == 1:
             return list(items), 0, seed
-        told: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(told, (list(items), seed), group=self.handle)
+        told = self._tell((list(items), seed))
+        if failures := [theirs for theirs in told if isinstance(theirs, str)]:
+            raise GenerationError(f"Another process that shares the engine failed: {failures[0]}")
         own = torch.distributed.get_rank(self.handle)
         every = [item for theirs, _ in told for item in theirs]
         return every, sum(len(theirs) for theirs, _ in told[:own]), told[0][1]
+
+    def fail(self, error: Exception) -> None:
+        """In place of `share`, for a process that has nothing to bring: the others do not wait for it in vain."""
+        if self.size > 1:
+            self._tell(str(error))
+
+    def _tell(self, own: Any) -> list[Any]:
+        told: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(told, own, group=self.handle)
+        return told

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trl.errors import ConfigError, GenerationError
+from trl.errors import ConfigError, GenerationError, TRLError
 from trl.generation.dispatch import EngineGroup
 from trl.generation.vllm_params import request_params, within_context
 from trl.types import Completion, FinishReason, Prompt, Sampling, Scorer, WeightStream
@@ -80,18 +80,27 @@ class VLLMColocateEngine:
             GenerationError: it has no weights, or a prompt leaves no room in its context.
             ConfigError: settings that vLLM does not take.
         """
+        # The trainer's generator seeds the draws, so that a run that goes on draws what it would have drawn.
+        seed = int(torch.randint(2**31 - 1, ()))
+        try:
+            requests, copies = self._requests(prompts, sampling)
+        except TRLError as error:
+            self._group.fail(error)
+            raise
+        for index, output in self._run(requests, seed):
+            yield index, [self._completion(choice) for choice in output.outputs] * copies
+
+    def _requests(self, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[_Request], int]:
+        """One request a prompt, and how often each of its results counts."""
         self._check_awake()
         params = self._params(sampling)
         # Greedy completions of a prompt are equal, and vLLM refuses to write them several times.
         copies = sampling.n if params["temperature"] == 0.0 else 1
         params["n"] //= copies
-        requests = [
+        return [
             _Request(p.token_ids, within_context(params, p.token_ids, i, self.max_model_len, _LONGER))
             for i, p in enumerate(prompts)
-        ]
-        # The trainer's generator seeds the draws, so that a run that goes on draws what it would have drawn.
-        for index, output in self._run(requests, seed=int(torch.randint(2**31 - 1, ()))):
-            yield index, [self._completion(choice) for choice in output.outputs] * copies
+        ], copies
 
     def update_weights(self, weights: WeightStream, version: int) -> None:
         """Puts the weights in place, and wakes the engine: first its weights' memory, then that of its cache.
@@ -118,6 +127,9 @@ class VLLMColocateEngine:
 
     def _wake(self, part: str) -> None:
         if part in self._asleep:
+            if torch.cuda.is_initialized():
+                # What training only keeps in reserve is in vLLM's way.
+                torch.cuda.empty_cache()
             self.llm.wake_up(tags=[part])
             self._asleep.discard(part)
 

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,11 +100,16 @@ def start_llm(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setti
         classes = OwnClasses(policy)
         try:
             llm = LLM(folder, tokenizer=folder, **options)
-        except (ValueError, RuntimeError) as error:
+            llm.apply_model(classes.give_back)
+        except BaseException as error:
             classes.give_back()
+            _end_groups(alone=not settings.launched)
+            if not isinstance(error, (ValueError, RuntimeError)):
+                raise
             given = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise ConfigError(f"vLLM did not start inside the trainer, with {given}: {error}") from error
-    llm.apply_model(classes.give_back)
+    # vLLM has the garbage collector leave alone what there is now, the trainer among it.
+    gc.unfreeze()
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
     _live.add(id(llm))
@@ -164,18 +170,19 @@ def end_llm(llm: Any, alone: bool) -> None:
     """
     llm.llm_engine.engine_core.shutdown()
     _live.discard(id(llm))
-    if not alone or _live:
-        return
-    from vllm import envs
-    from vllm.distributed import parallel_state
+    _end_groups(alone)
 
+
+def _end_groups(alone: bool) -> None:
+    """Ends vLLM's groups where no engine is left; its own function for this would end the default group too."""
+    parallel_state, envs = (sys.modules.get(f"vllm.{name}") for name in ("distributed.parallel_state", "envs"))
+    if not alone or _live or parallel_state is None or envs is None:
+        return
     parallel_state.destroy_model_parallel()
-    # Its own function for this would end the default group too.
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
-    parallel_state._WORLD = parallel_state._NODE_COUNT = None
+    parallel_state._WORLD = parallel_state._NODE_COUNT = None  # type: ignore[attr-defined]
     envs.disable_envs_cache()
-    gc.unfreeze()
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

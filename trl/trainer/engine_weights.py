@@ -57,7 +57,7 @@ class EngineWeights:
         Args:
             step: optimizer steps done, which is the version of the weights.
         """
-        # The second number moves with every change in place, whoever makes it.
+        # The second number moves with changes in place, whoever makes them; `forget` is for those through `.data`.
         now = step, sum(parameter._version for parameter in self._model.parameters())
         if self._sent_at == now:
             return
@@ -95,6 +95,7 @@ class EngineWeights:
         sequences = [ids for ids in sequences if len(ids) > 1]
         # Also where there is nothing to score here: processes that share an engine ask it together.
         told = [scorer.score(sequences) for scorer in scorers]
+        self.rest()
         if not sequences:
             return
         own = self._score(as_batch(sequences, _device(self._weights)))

@@ -26,8 +26,8 @@ class GroupBatchArguments(Protocol):
 def rows_of_process(args: GroupBatchArguments) -> dict[str, int]:
     """Completions that one process asks for at a time, in training (`train`) and evaluation (`eval`)."""
     assert args.steps_per_generation is not None
-    steps = max(args.steps_per_generation, args.gradient_accumulation_steps)
-    return {"train": args.per_device_train_batch_size * steps, "eval": args.per_device_eval_batch_size}
+    train = args.per_device_train_batch_size * args.steps_per_generation
+    return {"train": train, "eval": args.per_device_eval_batch_size}
 
 
 def resolve_batch_sizes(args: GroupBatchArguments, min_generations: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from trl.errors import TRLError
 from trl.generation.build import engine_size
 from trl.models.load import compute_dtype
 from trl.models.planner import (
@@ -24,17 +25,24 @@ from trl.trainer.group_batches import rows_of_process
 logger = logging.getLogger(__name__)
 
 
-def plan_of(args: Any, policy: PreTrainedModel, prompt_tokens: int, *, reference: bool, total_bytes: int) -> MemoryPlan:
-    """The plan of an online method with this config.
+def plan_of(
+    args: Any, policy: PreTrainedModel, prompt_tokens: int, *, reference: bool, total_bytes: int
+) -> MemoryPlan | None:
+    """The plan of an online method with this config; None for a model whose config has not the sizes it needs.
 
     Args:
         prompt_tokens: of the longest prompt.
         reference: whether there is a reference model.
         total_bytes: of the GPU.
     """
-    size = ModelSize.of(policy, getattr(torch, compute_dtype(args, policy)))
+    try:
+        size = ModelSize.of(policy, getattr(torch, compute_dtype(args, policy)))
+        engine = engine_size(args, policy, max(rows_of_process(args).values()))
+    except (AttributeError, TypeError) as error:
+        logger.info("No memory plan for %s: %s", type(policy).__name__, error)
+        return None
     training = TrainingSize.of(args, policy, prompt_tokens=prompt_tokens, reference=reference)
-    return plan(size, training, engine_size(args, policy, max(rows_of_process(args).values())), total_bytes)
+    return plan(size, training, engine, total_bytes)
 
 
 class MemoryGuard:
@@ -64,8 +72,10 @@ class MemoryGuard:
         """
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            if self._plan is None:
+        except RuntimeError as error:
+            # vLLM's own allocator has no type for it.
+            ran_out = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+            if self._plan is None or not ran_out or isinstance(error, TRLError):
                 raise
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             raise explain_out_of_memory(error, self._plan, name, allocated=allocated, reserved=reserved) from error

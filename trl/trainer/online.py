@@ -112,9 +112,10 @@ class OnlineTrainer(GroupLoaders):
             compute_dtype=compute_dtype(args, policy),
         )
         self.buffer = RolloutBuffer(args.steps_per_generation, args.num_iterations)
+        step_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.completion_tables: dict[Mode, CompletionTable] = {
-            "train": CompletionTable(rows["train"]),
-            "eval": CompletionTable(max(rows.values())),
+            "train": CompletionTable(max(rows["train"], step_rows)),
+            "eval": CompletionTable(max(*rows.values(), step_rows)),
         }
         self._resumed_state: dict[str, Any] | None = None
         self._step_seconds = 0.0
@@ -165,7 +166,7 @@ class OnlineTrainer(GroupLoaders):
         sampling = replace(self.sampling, with_logps=self.needs_sampling_logps)
         with self.memory.phase("generate"):
             rollouts = roll_out(self._encode(prompts), self.engine, sampling)
-        self.engine_weights.compare(rollouts, step)
+            self.engine_weights.compare(rollouts, step)
         self.engine_weights.rest()
         batch = collate(rollouts, self.accelerator.device, mask_truncated=self.args.mask_truncated_completions)
         texts = decode_completions([r.completion.token_ids for r in rollouts], prompts, self.processing_class)
@@ -179,6 +180,11 @@ class OnlineTrainer(GroupLoaders):
         table = {"prompt": prompts, "completion": texts, **rewards, **columns}
         self.completion_tables[mode].extend(step, table, logged)
         return batch
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' `Trainer.train`; memory that runs out outside of a step's parts is explained too."""
+        with self.memory.phase("train"):
+            return super().train(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Gradients of one micro-step; returns its part of the optimizer step's loss."""
@@ -217,7 +223,7 @@ class OnlineTrainer(GroupLoaders):
         batch = self.collect(inputs, "eval")
         self._add_frozen_logps(batch, old=False)
         batch.norm = self._normalizers([batch], accumulation=1)[0]
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with self.memory.phase("score"), torch.no_grad(), self.compute_loss_context_manager():
             loss = self.loss(model, batch, "eval").detach()
         # Weighted by its sequences, where transformers would count the last, smaller batch as a whole one.
         self.metrics["eval"].mean("loss", loss, weights=float(batch.num_sequences))

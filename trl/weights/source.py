@@ -58,9 +58,11 @@ class PolicyWeights:
                 merged = self._adapters.merged(own_name, parameter.detach())
             yield name, merged.to(self._sent_dtype(parameter))
 
-    def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """Checkpoint name, the model's own name, and the parameter."""
-        for own_name, parameter in self._model.named_parameters():
+    def _parameters(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Checkpoint name, the model's own name, and the tensor: parameters, and buffers that checkpoints hold."""
+        kept = self._model.state_dict(keep_vars=True).keys()
+        buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if name in kept]
+        for own_name, parameter in [*self._model.named_parameters(), *buffers]:
             name = own_name
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
@@ -68,7 +70,9 @@ class PolicyWeights:
                 yield checkpoint_name, own_name, parameter
 
     def _sent_dtype(self, parameter: Tensor) -> torch.dtype:
-        return self._dtype if self._dtype is not None and parameter.is_floating_point() else parameter.dtype
+        # Buffers that checkpoints hold, a router's bias for one, are kept in the precision they have.
+        casts = self._dtype is not None and parameter.is_floating_point() and isinstance(parameter, nn.Parameter)
+        return self._dtype if casts and self._dtype is not None else parameter.dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
