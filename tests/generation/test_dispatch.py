@@ -19,6 +19,7 @@ from fixtures.fake_llm import Choice, FakeLLM, install
 from fixtures.models import table_model
 from fixtures.syncs import small_model
 
+from trl.errors import GenerationError
 from trl.generation.dispatch import EngineGroup, Processes, join_alone, leave_alone
 from trl.generation.vllm_colocate import VLLMColocateEngine
 from trl.types import Prompt, Sampling
@@ -280,6 +281,15 @@ def test_scores_are_asked_for_together(worlds, world):
         assert found["scores"] == expected
 
 
+@world_sizes
+def test_a_process_that_fails_takes_its_neighbour_along(worlds, world):
+    """Nobody waits for what never comes."""
+    for rank, found in enumerate(worlds(world)):
+        own = "Prompt 0 has 1000 tokens, and vLLM's context is"
+        told = f"Another process that shares the engine failed: {own}" if rank % 2 else own
+        assert found["failure"].startswith(told)
+
+
 def in_group(rank, world):
     """What one process finds."""
     processes = Processes(SimpleNamespace(num_processes=world, process_index=rank))
@@ -299,7 +309,16 @@ def in_group(rank, world):
     torch.manual_seed(rank)
     list(engine.generate(prompts(10), Sampling(max_tokens=8)))
     scores = engine.scorers[0].score([[10, 11, 12]] if rank % 2 else [])
-    return found | {"drawn": [choice.token_ids for choice in seen], "scores": scores}
+    return found | {"drawn": [choice.token_ids for choice in seen], "scores": scores, "failure": failure_of(pair, rank)}
+
+
+def failure_of(pair, rank):
+    """What a process is told where the even ones have a prompt that does not fit the context."""
+    try:
+        list(echoing(pair).generate(prompts(10) if rank % 2 else [Prompt([10] * 1000)], Sampling()))
+    except GenerationError as error:
+        return str(error)
+    return None
 
 
 def main(folder, world, rank):

@@ -1,6 +1,7 @@
 """What is said about an engine's weights before training."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from fixtures.models import random_model
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_probe import ServerFacts
 from trl.generation.vllm_server import Server, VLLMServerEngine
-from trl.trainer.engine_weights import report_dtype_gap
+from trl.trainer.engine_weights import EngineWeights, report_dtype_gap
+from trl.trainer.metrics import Metrics
+from trl.types import Completion, Rollout, Scorer
 from trl.weights.source import PolicyWeights
 
 
@@ -61,6 +64,34 @@ def test_mixed_weights_are_named_as_such(caplog):
         report_dtype_gap(engine.scorers, PolicyWeights(model))
     engine.close()
     assert "bfloat16 and float32" in caplog.text
+
+
+def test_an_engine_rests_before_the_policy_scores():
+    """So that the two never need the GPU's memory at once."""
+    order = []
+
+    def told(sequences):
+        order.append("engine scores")
+        return [[-1.0] * (len(ids) - 1) for ids in sequences]
+
+    def own(batch):
+        order.append("policy scores")
+        return torch.full((batch.num_tokens,), -1.0)
+
+    engine = ScriptedEngine([[1]], own_weights=True)
+    engine.scorers = [Scorer("an engine", "float32", 64, told)]
+    engine.sleep = lambda: order.append("engine sleeps") or True
+    engine.update_weights = lambda weights, version: order.append("engine wakes")
+    processes = SimpleNamespace(wait=lambda: None)
+    weights = EngineWeights(
+        engine, random_model(), processes, Metrics(), parity_steps=1, score=own, compute_dtype="float32"
+    )
+    for step in (0, 0):
+        weights.bring_up_to_date(step)
+        weights.compare([Rollout([10], Completion([11, 1], [], "stop"))], step)
+        weights.rest()
+    first = ["engine wakes", "engine scores", "engine sleeps", "policy scores", "engine sleeps"]
+    assert order == [*first, "engine wakes", "engine sleeps"]
 
 
 def test_an_engine_that_is_the_model_has_no_gap(caplog):

@@ -65,6 +65,21 @@ def test_tied_weights_are_sent_once():
     assert len(names) == len(set(names))
 
 
+def test_buffers_that_checkpoints_hold_are_sent_as_they_are():
+    """A router's bias is one: an engine that starts without the checkpoint has it from nowhere else."""
+    model = nn.ModuleDict({"router": nn.Linear(2, 3, bias=False)})
+    model["router"].register_buffer("correction", torch.tensor([0.1, 0.2, 0.3]))
+    model["router"].register_buffer("table", torch.ones(4), persistent=False)
+    sent = dict(PolicyWeights(model, torch.bfloat16))
+    assert list(sent) == ["router.weight", "router.correction"]
+    assert sent["router.weight"].dtype == torch.bfloat16
+    assert torch.equal(sent["router.correction"], model["router"].correction)
+    assert [(i.name, i.dtype) for i in PolicyWeights(model, torch.bfloat16).metadata()] == [
+        ("router.weight", torch.bfloat16),
+        ("router.correction", torch.float32),
+    ]
+
+
 @pytest.mark.parametrize(
     "wrap",
     [lambda m: nn.ModuleDict({"module": m}), lambda m: nn.ModuleDict({"_orig_mod": m})],
