@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import importlib
-import importlib.util
 import json
 import re
 import shlex
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fixtures.scripts import load_script
 
 from trl.trainer.arguments import BaseArguments, GRPOArguments
 
@@ -219,12 +219,7 @@ def test_every_metric_of_a_run_is_explained(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_options", DOCS / "generate_options.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DOCS / "generate_options.py")
 
 
 def test_tables_of_options_are_up_to_date(generator: ModuleType) -> None:

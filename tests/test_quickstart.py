@@ -1,6 +1,5 @@
 """The quickstart: its task is fair, its base model knows only what the docs say it knows, and the main job works."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fixtures.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
@@ -16,12 +16,7 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 
 @pytest.fixture(scope="module")
 def task() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quickstart_task", QUICKSTART / "task.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(QUICKSTART / "task.py")
 
 
 def say(*answers: str) -> list[list[dict[str, str]]]:

@@ -1,11 +1,10 @@
 """The quickstart's task, with completions from a real vLLM in the trainer's process."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from fixtures.colocate import skip_without_vllm
+from fixtures.scripts import load_script
 
 from trl import GRPOConfig, GRPOTrainer
 
@@ -15,18 +14,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own warnings are no
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
 
-def task() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quickstart_task", QUICKSTART / "task.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_letters_are_sorted_by_reward_alone(tmp_path):
     """The settings of `sort.yaml`, but the number of steps: rewards are 0.26 at first and 0.95 at the end."""
-    sorting = task()
+    sorting = load_script(QUICKSTART / "task.py")
     args = GRPOConfig(
         output_dir=str(tmp_path),
         use_vllm=True,

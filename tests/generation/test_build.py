@@ -280,6 +280,17 @@ def test_an_engine_that_does_not_start_leaves_no_group(vllm, monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
+def test_an_engine_that_cannot_be_used_ends_what_was_started(vllm, monkeypatch):
+    def refuse(*args, **options):
+        raise ValueError("no such group")
+
+    monkeypatch.setattr(build, "VLLMColocateEngine", refuse)
+    with pytest.raises(ValueError, match="no such group"):
+        built(arguments())
+    assert vllm[0].calls[-1] == "shutdown"
+    assert not torch.distributed.is_initialized()
+
+
 def test_groups_of_vllm_are_left_first_and_by_the_last_engine(vllm, monkeypatch):
     left = []
     parallel = sys.modules["vllm.distributed.parallel_state"]

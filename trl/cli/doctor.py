@@ -63,10 +63,15 @@ def examine(request: Request) -> Iterator[Finding]:
         return
     model = _Attempt("model", lambda: _load_model(request))
     yield model.finding("loads")
-    lengths: list[int] = []
+    longest = 0
     if not (data.failed or model.failed):
-        yield _lengths(request, settings.value, data.value["train_dataset"], model.value, lengths)
-    yield from _memory(settings.value, model, max(lengths, default=0))
+        prompts = _Attempt("prompts", lambda: _lengths(settings.value, data.value["train_dataset"], model.value))
+        if prompts.failed:
+            yield Finding("prompts", "fail", str(prompts.error), "mend or drop the row")
+        else:
+            longest = max(prompts.value)
+            yield _positions(settings.value, model.value, prompts.value)
+    yield from _memory(settings.value, model, longest)
     if not settings.value.use_vllm:
         return
     yield _engine(settings.value)
@@ -123,24 +128,22 @@ def _engine(args: Any) -> Finding:
     return attempt.finding("options fit each other")
 
 
-def _lengths(request: Request, args: Any, dataset: Any, model: _Model, lengths: list[int]) -> Finding:
-    """Whether prompt plus completion fits the model's own positions, on a sample of the rows.
-
-    Args:
-        lengths: receives those of the prompts.
-    """
+def _lengths(args: Any, dataset: Any, model: _Model) -> list[int]:
+    """Tokens of the prompts of a sample of the rows."""
     from itertools import islice
 
     from trl.data.chat import encode_prompt
 
-    try:
-        lengths += [
-            len(encode_prompt(row["prompt"], model.tokenizer, chat_template_kwargs=args.chat_template_kwargs))
-            for row in islice(dataset, 200)
-        ]
-    except TRLError as error:
-        return Finding("prompts", "fail", str(error), "mend or drop the row")
+    return [
+        len(encode_prompt(row["prompt"], model.tokenizer, chat_template_kwargs=args.chat_template_kwargs))
+        for row in islice(dataset, 200)
+    ]
+
+
+def _positions(args: Any, model: _Model, lengths: list[int]) -> Finding:
+    """Whether prompt plus completion fits the model's own positions."""
     longest = max(lengths) + args.max_completion_length
+    # Not every family has a limit.
     limit = getattr(model.policy.config.get_text_config(), "max_position_embeddings", None)
     detail = f"longest of {len(lengths)} prompts {max(lengths)} tokens, with its completion up to {longest}"
     if limit is not None and longest > limit:

@@ -2,8 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -145,10 +144,14 @@ def _colocate(
         trust_remote_code=args.trust_remote_code,
         launched=processes.count > 1,
     )
-    joined = join_alone()
     regex = args.vllm_structured_outputs_regex
+    # What ends with the engine, the last first; also where it does not come to be.
+    ending = ExitStack()
+    if join_alone():
+        ending.callback(leave_alone)
     try:
         llm = start_llm(model, tokenizer, settings)
+        ending.callback(end_llm, llm, alone=processes.count == 1)
         return VLLMColocateEngine(
             llm,
             group=EngineGroup.of(processes, size),
@@ -156,9 +159,8 @@ def _colocate(
             dtype=dtype,
             sleeps=settings.sleeps,
             structured_outputs=None if regex is None else {"regex": regex},
-            on_close=[partial(end_llm, llm, alone=processes.count == 1), *([leave_alone] if joined else [])],
+            on_close=[ending.close],
         )
     except BaseException:
-        if joined:
-            leave_alone()
+        ending.close()
         raise

@@ -23,6 +23,7 @@ from trl.weights.adapters import without_adapters
 
 # What these warn of happens at every weight update, or is nothing that a user could change.
 _CHATTY = ("vllm.model_executor.model_loader.reload", "vllm.v1.engine.input_processor")
+# Engines of this process that have not ended.
 _live: set[int] = set()
 # Keys and values on a machine without a GPU, of whose memory vLLM would take a share.
 _CPU_CACHE_BYTES = 1 << 30

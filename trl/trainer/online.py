@@ -161,10 +161,9 @@ class OnlineTrainer(GroupLoaders):
     def collect(self, rows: Rows, mode: Mode = "train") -> RolloutBatch:
         """One batch of completions, sampled, scored, annotated and recorded."""
         prompts, step = [row["prompt"] for row in rows], self.state.global_step
-        with self.memory.phase("generate"):
-            self.engine_weights.bring_up_to_date(step)
         sampling = replace(self.sampling, with_logps=self.needs_sampling_logps)
         with self.memory.phase("generate"):
+            self.engine_weights.bring_up_to_date(step)
             rollouts = roll_out(self._encode(prompts), self.engine, sampling)
             self.engine_weights.compare(rollouts, step)
         self.engine_weights.rest()
@@ -182,7 +181,7 @@ class OnlineTrainer(GroupLoaders):
         return batch
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' `Trainer.train`; memory that runs out outside of a step's parts is explained too."""
+        """As transformers' `Trainer.train`, with memory that runs out explained."""
         with self.memory.phase("train"):
             return super().train(*args, **kwargs)
 
@@ -198,7 +197,7 @@ class OnlineTrainer(GroupLoaders):
         micro_batches = split(batch, active, self.args.max_tokens_per_micro_batch, self.processes.largest)
         total = torch.zeros((), device=self.accelerator.device)
         for i, micro_batch in enumerate(micro_batches):
-            with self.memory.phase("train"), self.no_sync(model, last=i == len(micro_batches) - 1):
+            with self.no_sync(model, last=i == len(micro_batches) - 1):
                 with self.compute_loss_context_manager():
                     loss = self.loss(model, micro_batch, "train")
                 self.accelerator.backward(loss)

@@ -34,10 +34,10 @@ class InProcessSync:
         Raises:
             WeightSyncError: with the phase. The engine's weights are of no version then.
         """
-        report = SyncReport(num_bytes=sum(info.num_bytes for info in weights.in_dtype(self._dtype).metadata()))
+        stream = weights.in_dtype(self._dtype)
+        report = SyncReport(num_bytes=sum(info.num_bytes for info in stream.metadata()))
         self.version = None
         with _phase("update", report):
-            stream = weights.in_dtype(self._dtype)
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
             self._llm.apply_model(repack_tied_heads)
         with _phase("caches", report):

@@ -71,8 +71,9 @@ class PolicyWeights:
 
     def _sent_dtype(self, parameter: Tensor) -> torch.dtype:
         # Buffers that checkpoints hold, a router's bias for one, are kept in the precision they have.
-        casts = self._dtype is not None and parameter.is_floating_point() and isinstance(parameter, nn.Parameter)
-        return self._dtype if casts and self._dtype is not None else parameter.dtype
+        if self._dtype is not None and isinstance(parameter, nn.Parameter) and parameter.is_floating_point():
+            return self._dtype
+        return parameter.dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
