@@ -9,6 +9,10 @@ from trl._version import __version__
 _NAMES = {
     "GRPOConfig": "trl.trainer.grpo_config",
     "GRPOTrainer": "trl.trainer.grpo_trainer",
+    "RLOOConfig": "trl.trainer.rloo_config",
+    "RLOOTrainer": "trl.trainer.rloo_trainer",
+    "DistillationConfig": "trl.trainer.distillation_config",
+    "DistillationTrainer": "trl.trainer.distillation_trainer",
     "SyncRefModelCallback": "trl.trainer.callbacks",
     "DatasetMixtureConfig": "trl.cli.arguments",
     "ModelConfig": "trl.cli.arguments",

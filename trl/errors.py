@@ -80,3 +80,7 @@ class ParityError(TRLError, RuntimeError):
 
 class DeviceMemoryError(TRLError, MemoryError):
     """A GPU whose memory ran out. The text holds the plan of what it has to hold, and what to change."""
+
+
+class TRLExperimentalWarning(UserWarning):
+    """A method whose interface may still change."""

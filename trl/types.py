@@ -155,8 +155,8 @@ def _per(axis: Literal["sequence", "token"], **options: Any) -> Any:
 class RolloutBatch:
     """A batch of sequences, flat: no padding, no left or right.
 
-    Distinct prompts are stored once; `prompt_of_seq` ties sequences to them. Lengths and `prompt_of_seq` live on the
-    CPU, where layouts are planned; everything per token lives on the device.
+    Distinct prompts are stored once; `prompt_of_seq` ties sequences to them. Lengths, `prompt_of_seq`, `ended` and
+    `unit_of_seq` live on the CPU, where layouts are planned; everything per token lives on the device.
 
     Attributes:
         prompt_ids: `[S]` tokens of the distinct prompts, one after the other.
@@ -165,12 +165,18 @@ class RolloutBatch:
         completion_ids: `[T]` tokens of all completions, one after the other.
         completion_lengths: `[N]`.
         loss_mask: `[T]` bool: whether a token takes part in the loss.
+        ended: `[N]` bool: whether the completion ended by itself, rather than at the limit of its length.
+        unit_of_seq: `[N]` sequences with the same number share a term of the loss, such as the two of a pair, and stay
+            in one micro-batch; None where each stands alone.
+        scores: `[N]` what rewards made of the completion.
         advantages: `[N]`.
         old_logps: `[T]` the trainer's log-probs at roll-out time; None when they equal the ones being trained.
         ref_logps: `[T]` the reference model's.
         sampling_logps: `[T]` the engine's; None where it was not asked for them.
         correction: `[T]` sampler correction (`functional.importance`).
         in_top_entropy: `[T]` bool: among the tokens of highest entropy, where only those are trained on.
+        teacher_ids: `[T, K]` tokens at each position whose probabilities a teacher told.
+        teacher_logps: `[T, K]` the teacher's log-probs of them; NaN for a place that holds none.
         norm: what the loss divides by.
     """
 
@@ -180,12 +186,17 @@ class RolloutBatch:
     completion_ids: Tensor = _per("token")
     completion_lengths: Tensor = _per("sequence")
     loss_mask: Tensor = _per("token")
+    ended: Tensor | None = _per("sequence", default=None)
+    unit_of_seq: Tensor | None = _per("sequence", default=None)
+    scores: Tensor | None = _per("sequence", default=None)
     advantages: Tensor | None = _per("sequence", default=None)
     old_logps: Tensor | None = _per("token", default=None)
     ref_logps: Tensor | None = _per("token", default=None)
     sampling_logps: Tensor | None = _per("token", default=None)
     correction: Tensor | None = _per("token", default=None)
     in_top_entropy: Tensor | None = _per("token", default=None)
+    teacher_ids: Tensor | None = _per("token", default=None)
+    teacher_logps: Tensor | None = _per("token", default=None)
     norm: "Normalizer | None" = None
 
     @property
@@ -199,6 +210,11 @@ class RolloutBatch:
     @property
     def device(self) -> torch.device:
         return self.completion_ids.device
+
+    @property
+    def units(self) -> Tensor:
+        """`[N]` which sequences belong together: `unit_of_seq`, or a number of its own for each."""
+        return torch.arange(self.num_sequences) if self.unit_of_seq is None else self.unit_of_seq
 
     @property
     def seq_of_token(self) -> Tensor:
@@ -255,7 +271,7 @@ class RolloutBatch:
         return [self.select(piece) for piece in pieces]
 
 
-_ON_CPU = ("prompt_lengths", "prompt_of_seq", "completion_lengths")
+_ON_CPU = ("prompt_lengths", "prompt_of_seq", "completion_lengths", "ended", "unit_of_seq")
 
 
 def _starts(lengths: Tensor) -> Tensor:

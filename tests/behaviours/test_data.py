@@ -82,7 +82,7 @@ def test_fields_filled_with_none_do_not_change_the_rendering(tmp_path):
     args = grpo_config(tmp_path, shuffle_dataset=False, max_steps=2)
     tokenizer = word_tokenizer(chat_template=template)
     trainer = make(table_model(CHAIN_S), constant, args, dataset, processing_class=tokenizer)
-    assert trainer._encode([row["prompt"] for row in dataset]) == [[9, 10], [10]]
+    assert trainer.encode([row["prompt"] for row in dataset]) == [[9, 10], [10]]
     trainer.train()
     assert trainer.state.global_step == 2
 

@@ -155,7 +155,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 def test_memory_is_what_the_plan_needs_at_most(tmp_path: Path, gpu, spare: int, verdict: str) -> None:
     model = SimpleNamespace(failed=False, value=SimpleNamespace(policy=table_model(CHAIN_S)))
     args = grpo_config(tmp_path)
-    planned = plan_of(args, model.value.policy, 5, reference=False, total_bytes=1 << 40)
+    planned = plan_of(args, model.value.policy, 5, frozen_bytes=0, total_bytes=1 << 40)
     gpu(max(map(planned.needs, PHASES)) + spare, 1 << 40)
     (finding,) = doctor._memory(args, model, 5)  # type: ignore[arg-type]
     assert finding.verdict == verdict
@@ -317,7 +317,7 @@ def test_the_backend_has_to_fit_where_both_run(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "_programs_on_gpu", lambda: programs)
-    args = SimpleNamespace(use_cpu=use_cpu, max_completion_length=16)
+    args = SimpleNamespace(use_cpu=use_cpu, longest_completion=16, length_option="max_completion_length")
     found = [f for f in server_settings(replace(FACTS, backend=backend), args) if f.subject == "placement"]
     assert [f.verdict for f in found] == ([] if repair is None else ["fail"])
     assert all(str(repair) in f.repair for f in found)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trl.functional.advantages import group_relative, nan_mean_std, weighted_sum
+from trl.functional.advantages import group_relative, leave_one_out, nan_mean_std, rank_pairs, weighted_sum
 
 NAN = math.nan
 ONE = torch.ones(1)
@@ -126,3 +126,100 @@ def test_one_group_without_spread_beside_another():
 def test_small_spread_on_large_rewards_is_kept():
     result = group_relative(rewards(1e6, 1e6 + 1), ONE, 2, scale="none")
     assert_close(result.advantages, torch.tensor([-0.5, 0.5]))
+
+
+@pytest.mark.parametrize(
+    ("values", "size", "expected"),
+    [
+        # Groups of two: the other's reward. 1 - 3, 3 - 1 | 0 - 4, 4 - 0.
+        ([1.0, 3.0, 0.0, 4.0], 2, [-2.0, 2.0, -4.0, 4.0]),
+        # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2.
+        ([1.0, 2.0, 6.0], 3, [-3.0, -1.5, 4.5]),
+        # 0 - (1 + 2 + 6) / 3, 1 - (0 + 2 + 6) / 3, 2 - (0 + 1 + 6) / 3, 6 - (0 + 1 + 2) / 3.
+        ([0.0, 1.0, 2.0, 6.0], 4, [-3.0, -5 / 3, -1 / 3, 5.0]),
+        # The baseline of 0 is 1 and that of 1 is 0.
+        ([NAN, 0.0, 1.0, NAN], 4, [0.0, -1.0, 1.0, 0.0]),
+        # 1 - (2 + 6) / 2 and so on, with one out.
+        ([1.0, NAN, 2.0, 6.0], 4, [-3.0, 0.0, -1.5, 4.5]),
+        # A lone reward has no baseline.
+        ([NAN, 7.0, 1.0, 3.0], 2, [0.0, 0.0, -2.0, 2.0]),
+        ([5.0, -2.0], 1, [0.0, 0.0]),
+    ],
+)
+def test_leave_one_out(values, size, expected):
+    got = leave_one_out(torch.tensor(values), size)
+    assert got.dtype == torch.float32
+    assert_close(got, torch.tensor(expected))
+
+
+def test_leave_one_out_against_its_definition():
+    values = torch.tensor([0.1, -0.7, 2.3, 0.4, 1.9], dtype=torch.float64)
+    expected = [values[i] - torch.cat([values[:i], values[i + 1 :]]).mean() for i in range(5)]
+    assert_close(leave_one_out(values, 5), torch.stack(expected).float())
+
+
+def test_leave_one_out_does_not_mind_what_is_added_to_a_group():
+    values = torch.tensor([1.0, 2.0, 6.0, 0.0, 4.0, NAN])
+    shift = torch.tensor([8.0, 8.0, 8.0, -2.0, -2.0, -2.0])
+    assert_close(leave_one_out(values + shift, 3), leave_one_out(values, 3))
+
+
+def test_leave_one_out_normalized():
+    # Advantages -2, 2, -4, 4 of mean 0; squares 4 + 4 + 16 + 16 = 40 over 3.
+    got = leave_one_out(torch.tensor([1.0, 3.0, 0.0, 4.0]), 2, normalize=True)
+    assert_close(got, torch.tensor([-2.0, 2.0, -4.0, 4.0]) / (math.sqrt(40 / 3) + 1e-4))
+
+
+def test_normalization_leaves_unscored_sequences_out_and_lone_ones_in():
+    # Scored: the lone 7 with 0, and -2, 2: squares 8 over 2. Unscored ones do not count as a fourth 0.
+    got = leave_one_out(torch.tensor([NAN, 7.0, 1.0, 3.0]), 2, normalize=True)
+    assert_close(got, torch.tensor([0.0, 0.0, -2.0, 2.0]) / (2 + 1e-4))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        ([0.1] * 4, 4),
+        ([0.1 + 0.2] * 3, 3),
+        ([0.1 + 0.2] * 14, 7),
+        ([1e8] * 7, 7),
+        ([1e8 + 0.1] * 3, 3),
+        ([NAN] * 4, 4),
+        ([0.3], 1),
+        ([NAN, 0.3], 2),
+        ([0.1, 0.1, 0.1, 0.3, 0.3, 0.3], 3),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_leave_one_out_without_spread_is_exactly_zero(values, size, normalize, dtype):
+    got = leave_one_out(torch.tensor(values, dtype=dtype), size, normalize=normalize)
+    assert (got == 0).all()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_group_without_spread_stays_exactly_zero_beside_others(normalize):
+    # In binary, the advantages of .1, .2, .7 and of .1, .3, .4 do not sum to exactly 0.
+    values = torch.tensor([0.1, 0.2, 0.7, 0.3, 0.3, 0.3, 0.1, 0.3, 0.4], dtype=torch.float64)
+    got = leave_one_out(values, 3, normalize=normalize)
+    assert (got[3:6] == 0).all()
+    assert (got[[0, 2, 6, 8]] != 0).all()
+
+
+def test_leave_one_out_keeps_a_small_spread_on_large_rewards():
+    assert_close(leave_one_out(torch.tensor([1e6, 1e6 + 1]), 2), torch.tensor([-1.0, 1.0]))
+
+
+def test_rank_pairs():
+    scores = torch.tensor(
+        [[2.0, 1.0], [-3.0, 0.5], [0.1, 0.1], [NAN, 1.0], [1.0, NAN], [NAN, NAN], [math.inf, math.inf]]
+    )
+    expected = torch.tensor([1.0, -1.0, 0.0, NAN, NAN, NAN, 0.0])
+    assert_close(rank_pairs(scores), expected, equal_nan=True)
+    assert_close(rank_pairs(scores.flip(1)), -expected, equal_nan=True)
+
+
+def test_scores_are_ranked_in_the_precision_they_come_in():
+    close = [1.0, 1.0 + 2**-40]
+    assert rank_pairs(torch.tensor([close], dtype=torch.float64)).tolist() == [-1.0]
+    assert rank_pairs(torch.tensor([close], dtype=torch.float32)).tolist() == [0.0]

@@ -104,6 +104,43 @@ def test_gradients(transform, with_bias, chunk, outputs, path):
     assert gradcheck(f, (hidden, weight, bias) if with_bias else (hidden, weight))
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_several_targets_equal_full_logits(transform, chunk, path):
+    # The last position asks for one id twice.
+    several = torch.tensor([[0, 3, 1], [4, 2, 0], [1, 0, 4], [2, 3, 2]])
+    *tensors, _ = inputs()
+    hidden, weight, bias = tensors
+    got = chosen_logps(hidden, weight, several, bias=bias, transform=transform, chunk_elements=chunk * V)
+    columns = [from_full_logits(hidden, weight, bias, y, transform) for y in several.T]
+    expected = torch.stack([logp for logp, _ in columns], dim=1), columns[0][1]
+    assert_close(got, expected)
+    mix = torch.linspace(-1, 2, 3 * T).double().view(T, 3)
+    for parts in ((1.0, 0.0), (0.0, 1.0), (1.0, -0.5)):
+        grads = [
+            torch.autograd.grad(parts[0] * (mix * logp).sum() + parts[1] * entropy.sum(), tensors, retain_graph=True)
+            for logp, entropy in (got, expected)
+        ]
+        assert_close(grads[0], grads[1])
+
+
+def test_gradients_of_several_targets(path):
+    hidden, weight, bias, _ = inputs()
+    several = torch.tensor([[0, 3], [4, 2], [1, 0], [2, 2]])
+    assert gradcheck(lambda h, w, b: chosen_logps(h, w, several, bias=b, chunk_elements=3 * V), (hidden, weight, bias))
+
+
+def test_one_column_of_targets_is_the_flat_call(path):
+    results = []
+    for column in (False, True):
+        hidden, weight, bias, targets = inputs(torch.float32)
+        logp, entropy = chosen_logps(hidden, weight, targets[:, None] if column else targets, bias=bias)
+        assert logp.shape == ((T, 1) if column else (T,))
+        logp.sum().backward()
+        results.append([logp.flatten(), entropy, hidden.grad, weight.grad, bias.grad])
+    assert_close(results[0], results[1], rtol=0, atol=0)
+
+
 def test_a_frozen_head_gets_no_gradient(path):
     hidden, weight, bias, targets = inputs()
     logp, _ = chosen_logps(hidden, weight.detach(), targets, bias=bias.detach())

@@ -18,9 +18,11 @@ from trl.functional.policy import (
     PolicyTokens,
     cispo,
     clipped,
+    clipped_surrogate,
     policy_ratio,
     policy_terms,
     sapo,
+    sequence_ratio,
     vespo,
     vespo_weight,
 )
@@ -166,6 +168,47 @@ def test_two_sided_clip(w, advantage, expected):
     # Without the bound a bad token costs as much as its ratio.
     if w == 3.0 and advantage < 0:
         assert_close(clipped(t, PolicyOptions()).item(), 3.0)
+
+
+def test_the_clip_takes_any_shape():
+    # Upper clip 1.3, lower 0.8, the bound 2: as token by token above.
+    ratio = torch.tensor([[3.0, 1.1, 0.5], [3.0, 1.9, 0.5]])
+    advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 3)
+    expected = torch.tensor([[-1.3, -1.1, -0.5], [2.0, 1.9, 0.8]])
+    assert_close(clipped_surrogate(ratio, advantages, 0.2, 0.3, delta=2.0), expected)
+    assert_close(clipped_surrogate(ratio[1, 0], advantages[1, 0], 0.2, 0.3), torch.tensor(3.0))
+    assert_close(clipped(tokens(), CLIP), clipped_surrogate(W, ADVANTAGES[SEQ], 0.2, 0.3))
+
+
+@pytest.mark.parametrize("mask", [MASK, MASK.bool()])
+def test_ratio_of_a_sequence_is_the_product_over_its_loss_tokens(mask):
+    # 1.5 * 0.9 and 0.5 * 1.1; the third sequence has no loss token, the fourth no token.
+    expected = torch.tensor([P0, P1, 1.0, 1.0]).double()
+    assert_close(sequence_ratio(LOGPS - OLD, mask, SEQ, 4), expected)
+
+
+def test_loss_and_gradient_of_whole_sequences():
+    # Ratios 1.35 and 0.55 with advantages 1 and -1/2: both at the clip, which is 1.3 above and 0.8 below.
+    # The third sequence has ratio 1 and no loss token.
+    x = LOGPS.clone().requires_grad_()
+    terms = clipped_surrogate(sequence_ratio(x - OLD, MASK, SEQ, 3), ADVANTAGES, 0.2, 0.3)
+    assert_close(terms, torch.tensor([-1.3, 0.5 * 0.8, -2.0]).double())
+    assert torch.autograd.grad(terms.sum(), x)[0].tolist() == [0.0] * 6
+    # With wide bounds the gradient at each loss token is -A times the sequence's ratio.
+    terms = clipped_surrogate(sequence_ratio(x - OLD, MASK, SEQ, 3), ADVANTAGES, 0.5, 0.5)
+    expected = torch.tensor([-P0, -P0, 0.5 * P1, 0.0, 0.5 * P1, 0.0]).double()
+    assert_close(torch.autograd.grad(terms.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("log_ratio", [1e4, -1e4])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_a_sequence_far_from_the_policy_stays_finite(log_ratio, advantage):
+    x = torch.full((4,), log_ratio / 4, requires_grad=True)
+    ratio = sequence_ratio(x, torch.ones(4), torch.zeros(4, dtype=torch.long), 1)
+    loss = clipped_surrogate(ratio, torch.tensor([advantage]), 0.2, 0.2)
+    loss.sum().backward()
+    assert torch.isfinite(loss).all()
+    assert x.grad.tolist() == [0.0] * 4
 
 
 def test_upper_clip_is_the_lower_one_unless_given():

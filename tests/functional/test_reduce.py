@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from trl.functional.reduce import (
     kl_k3,
+    of_sequence,
     reduce_fixed_length,
     reduce_generation_token_mean,
     reduce_sequence_mean,
@@ -15,6 +16,7 @@ from trl.functional.reduce import (
     reduce_step_token_mean,
     segment_mean,
     segment_sum,
+    sequence_kl_k1,
 )
 from trl.types import Normalizer
 
@@ -92,3 +94,36 @@ def test_gradient_of_the_kl():
     logps = torch.tensor([-1.0, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([-1.5, -0.1, -3.0], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: kl_k3(x, ref), (logps,))
+
+
+def test_of_sequence_undoes_the_repetition_at_tokens():
+    values = torch.tensor([2.0, -1.0, 0.5])
+    assert of_sequence(values[SEQ], SEQ, 3).tolist() == values.tolist()
+    # The order of tokens does not matter, and a sequence without tokens has 0.
+    seq = torch.tensor([3, 0, 3, 1])
+    assert of_sequence(torch.tensor([4.0, 2.0, 4.0, -1.0]), seq, 4).tolist() == [2.0, -1.0, 0.0, 4.0]
+
+
+def test_of_sequence_carries_no_gradient():
+    assert not of_sequence(TERMS.clone().requires_grad_(), SEQ, 3).requires_grad
+
+
+# Policy minus reference: .5, -.25 | 1, 9 (masked), -3 | 2 (masked).
+K1_GAP = torch.tensor([0.5, -0.25, 1.0, 9.0, -3.0, 2.0])
+
+
+@pytest.mark.parametrize("mask", [MASK, MASK.bool()])
+def test_kl_of_sequences_by_hand(mask):
+    ref = torch.tensor([-1.0, -2.0, -0.5, -1.5, -1.0, -0.75])
+    # .5 - .25 and 1 - 3; the third sequence has no loss token, the fourth no token.
+    assert sequence_kl_k1(ref + K1_GAP, ref, mask, SEQ, 4).tolist() == [0.25, -2.0, 0.0, 0.0]
+
+
+def test_kl_of_sequences_is_unbiased_over_the_policy():
+    # Sequences of two tokens, each drawn from p: KL of the pair is twice KL(p || q).
+    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
+    drawn = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+    seq = torch.arange(9).repeat_interleave(2)
+    tokens = drawn.flatten()
+    kl = sequence_kl_k1(p.log()[tokens], q.log()[tokens], torch.ones(18).double(), seq, 9)
+    assert_close((p[drawn].prod(1) * kl).sum(), 2 * (p * (p / q).log()).sum())

@@ -33,6 +33,7 @@ from trl.models.planner import (
     plan,
     train_activations,
 )
+from trl.trainer.group_batches import GroupPlan
 
 # Half a billion parameters, float32 weights, bfloat16 products.
 HALF_B = ModelSize(
@@ -88,8 +89,8 @@ def test_engine_gets_its_share_and_no_more():
 
 
 def test_weights_gradients_and_optimizer():
-    train = planned(training={"reference": True}).phases["train"]
-    assert train["policy weights"] == train["reference weights"] == train["gradients"] == 1_976_131_072
+    train = planned(training={"frozen_bytes": HALF_B.weight_bytes}).phases["train"]
+    assert train["policy weights"] == train["frozen models"] == train["gradients"] == 1_976_131_072
     assert train["optimizer"] == 2 * 1_976_131_072
     assert train["autocast copies"] == 988_065_536
     assert train["CUDA context"] == CUDA_CONTEXT
@@ -261,7 +262,7 @@ sizes = st.builds(
     tokens=st.integers(1, 200_000),
     gradient_checkpointing=st.booleans(),
     optimizer=st.sampled_from(["adamw_torch", "adamw_8bit", "sgd"]),
-    reference=st.booleans(),
+    frozen_bytes=st.sampled_from([0, HALF_B.weight_bytes]),
     gradients_stay=st.booleans(),
 )
 
@@ -355,11 +356,9 @@ def arguments(**changes: Any) -> Any:
     defaults = {
         "optim": "adamw_torch_fused",
         "gradient_checkpointing": True,
-        "per_device_train_batch_size": 8,
-        "max_completion_length": 300,
+        "group_plan": GroupPlan(8, 8, rows=32, eval_rows=8, prompts=4, steps_per_generation=4),
+        "longest_completion": 300,
         "max_tokens_per_micro_batch": None,
-        "steps_per_generation": 4,
-        "num_iterations": 1,
         "gradient_accumulation_steps": 4,
         "world_size": 1,
     }
@@ -370,21 +369,21 @@ def arguments(**changes: Any) -> Any:
 def test_tokens_of_a_micro_batch(budget, tokens):
     """Rows of 400 tokens: all eight, or what the budget allows, but no sequence is cut."""
     args = arguments(max_tokens_per_micro_batch=budget)
-    assert TrainingSize.of(args, llama(), prompt_tokens=100, reference=False).tokens == tokens
+    assert TrainingSize.of(args, llama(), prompt_tokens=100, frozen_bytes=0).tokens == tokens
 
 
 @pytest.mark.parametrize(("accumulation", "stays"), [(4, False), (2, False), (8, True), (3, True)])
 def test_gradients_stay_where_a_round_ends_inside_an_optimizer_step(accumulation, stays):
     args = arguments(gradient_accumulation_steps=accumulation, world_size=2)
-    size = TrainingSize.of(args, llama(), prompt_tokens=1, reference=True)
-    assert (size.gradients_stay, size.buckets, size.reference) == (stays, True, True)
+    size = TrainingSize.of(args, llama(), prompt_tokens=1, frozen_bytes=7)
+    assert (size.gradients_stay, size.buckets, size.frozen_bytes) == (stays, True, 7)
 
 
 def test_frozen_weights_have_neither_gradients_nor_states():
     model = llama()
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    size = TrainingSize.of(arguments(), model, prompt_tokens=1, reference=False)
+    size = TrainingSize.of(arguments(), model, prompt_tokens=1, frozen_bytes=0)
     assert (size.trainable_parameters, size.trainable_bytes) == (64 * 64, 4 * 64 * 64)
 
 

@@ -38,11 +38,6 @@ class RewardScriptArguments(ScriptArguments):
 
 
 @dataclass
-class GRPOScriptArguments(RewardScriptArguments):
-    """Options of the command `trl grpo` itself."""
-
-
-@dataclass
 class ModelConfig:
     """How the policy is loaded and, with LoRA, which part of it is trained."""
 

@@ -6,10 +6,11 @@ that repairs it.
 
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trl.cli.arguments import RewardScriptArguments
 from trl.cli.train import METHODS, Request, build_config, load_data, load_rewards, parse
 from trl.errors import ConfigError, ParityError, ServerError, ServerVersionError, TRLError
 
@@ -55,8 +56,9 @@ def examine(request: Request) -> Iterator[Finding]:
     """The findings, cheapest first. What depends on something that failed is skipped."""
     settings = _Attempt("settings", lambda: build_config(request))
     yield settings.finding("fit each other")
-    rewards = _Attempt("rewards", lambda: load_rewards(request.script))
-    yield rewards.finding("load")
+    if isinstance(request.script, RewardScriptArguments):
+        rewards = request.script
+        yield _Attempt("rewards", lambda: load_rewards(rewards)).finding("load")
     data = _Attempt("dataset", lambda: load_data(request))
     yield data.finding("has the columns the method needs")
     if settings.failed:
@@ -72,11 +74,12 @@ def examine(request: Request) -> Iterator[Finding]:
             longest = max(prompts.value)
             yield _positions(settings.value, model.value, prompts.value)
     yield from _memory(settings.value, model, longest)
-    if not settings.value.use_vllm:
-        return
-    yield _engine(settings.value)
-    if settings.value.vllm_mode == "server":
-        yield from _servers(settings.value, None if model.failed else model.value)
+    if settings.value.use_vllm:
+        yield _engine(settings.value)
+        if settings.value.vllm_mode == "server":
+            yield from _servers(settings.value, model.value)
+    if "teacher_model_server_url" in settings.value.__dataclass_fields__:
+        yield from _teacher(settings.value, model.value, longest)
 
 
 class _Attempt:
@@ -142,12 +145,12 @@ def _lengths(args: Any, dataset: Any, model: _Model) -> list[int]:
 
 def _positions(args: Any, model: _Model, lengths: list[int]) -> Finding:
     """Whether prompt plus completion fits the model's own positions."""
-    longest = max(lengths) + args.max_completion_length
+    longest = max(lengths) + args.longest_completion
     # Not every family has a limit.
     limit = getattr(model.policy.config.get_text_config(), "max_position_embeddings", None)
     detail = f"longest of {len(lengths)} prompts {max(lengths)} tokens, with its completion up to {longest}"
     if limit is not None and longest > limit:
-        return Finding("prompts", "fail", f"{detail}; the model has {limit} positions", "lower `max_completion_length`")
+        return Finding("prompts", "fail", f"{detail}; the model has {limit} positions", f"lower `{args.length_option}`")
     return Finding("prompts", "ok", detail)
 
 
@@ -162,7 +165,9 @@ def _memory(args: Any, model: _Attempt, longest: int) -> Iterator[Finding]:
         yield Finding("GPU memory", "skip", "no GPU" if not torch.cuda.is_available() else "the model did not load")
         return
     free, total = gpu_memory()
-    planned = plan_of(args, model.value.policy, longest, reference=args.beta != 0.0, total_bytes=total)
+    policy = model.value.policy
+    reference = sum(p.numel() * p.element_size() for p in policy.parameters()) if args.needs_reference else 0
+    planned = plan_of(args, policy, longest, frozen_bytes=reference, total_bytes=total)
     if planned is None:
         yield Finding("GPU memory", "skip", "the model's config has not the sizes that a plan needs")
         return
@@ -187,28 +192,46 @@ def _servers(args: Any, model: _Model | None) -> Iterator[Finding]:
     from trl.generation.connect import clients
 
     for client in clients(args):
-        try:
-            yield from _server(args, client, model)
-        except ServerError as error:
-            yield Finding(f"server {client.base_url}", "fail", str(error), "see the server's log, and restart it")
-        finally:
-            client.close()
+        yield from _until_it_fails(f"server {client.base_url}", client, _server(args, client, model))
 
 
-def _server(args: Any, client: Any, model: _Model | None) -> Iterator[Finding]:
+def _until_it_fails(subject: str, client: Any, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings, and one more where the server fails. The client is closed."""
+    try:
+        yield from findings
+    except ServerError as error:
+        yield Finding(subject, "fail", str(error), "see the server's log, and restart it")
+    finally:
+        client.close()
+
+
+def _reach(subject: str, version: str, start: str, client: Any, args: Any) -> Generator[Finding, None, Any]:
+    """Whether the server answers, and with which version; returns its facts, or None where there is nobody to ask.
+
+    Args:
+        subject, version: of the two rows.
+        start: command that starts such a server.
+    """
     from trl.generation.vllm_probe import probe
 
-    name = f"server {client.base_url}"
     if not client.health():
-        yield Finding(name, "fail", "nobody answers", "trl vllm-serve --model MODEL")
-        return
-    yield Finding(name, "ok", "answers")
+        yield Finding(subject, "fail", "nobody answers", start)
+        return None
+    yield Finding(subject, "ok", "answers")
     try:
         facts = probe(client, allow_unsupported_version=args.vllm_allow_unsupported_version)
     except ServerVersionError as error:
-        yield Finding("vLLM version", "fail", *str(error).split(": ", 1))
+        yield Finding(version, "fail", *str(error).split(": ", 1))
+        return None
+    yield Finding(version, "ok", facts.version)
+    return facts
+
+
+def _server(args: Any, client: Any, model: _Model | None) -> Iterator[Finding]:
+    start = "trl vllm-serve --model MODEL"
+    facts = yield from _reach(f"server {client.base_url}", "vLLM version", start, client, args)
+    if facts is None:
         return
-    yield Finding("vLLM version", "ok", facts.version)
     yield from server_settings(facts, args)
     if model is None:
         return
@@ -230,13 +253,13 @@ def server_settings(facts: Any, args: Any) -> Iterator[Finding]:
             yield Finding(subject, "skip", "told in dev mode only")
     else:
         yield from _dev_settings(facts, args)
-    room = facts.max_model_len - args.max_completion_length
+    room = facts.max_model_len - args.longest_completion
     if room < 1:
         yield Finding(
             "context",
             "fail",
-            f"{facts.max_model_len} tokens, and completions may have {args.max_completion_length}",
-            "vllm serve … --max-model-len N, or a smaller `max_completion_length`",
+            f"{facts.max_model_len} tokens, and completions may have {args.longest_completion}",
+            f"vllm serve … --max-model-len N, or a smaller `{args.length_option}`",
         )
     else:
         yield Finding("context", "ok", f"{facts.max_model_len} tokens: prompts of up to {room}")
@@ -291,9 +314,75 @@ def _programs_on_gpu() -> str:
         return ""
 
 
+def _teacher(args: Any, model: _Model | None, longest: int) -> Iterator[Finding]:
+    """The rows of a teacher behind a server of its own, where the config names one.
+
+    Args:
+        longest: tokens of the longest prompt, 0 where that is not known.
+    """
+    from trl.generation.vllm_teacher import teacher_client
+
+    if args.teacher_model_server_url is None:
+        return
+    attempt = _Attempt(
+        "teacher",
+        lambda: teacher_client(
+            args.teacher_model_server_url, api_key=args.vllm_server_api_key, request_timeout=args.vllm_request_timeout
+        ),
+    )
+    if attempt.failed:
+        yield Finding("teacher", "fail", str(attempt.error), "teacher_model_server_url: http://HOST:PORT")
+        return
+    client = attempt.value
+    subject = f"teacher {client.base_url}"
+    yield from _until_it_fails(subject, client, _teacher_server(subject, args, client, model, longest))
+
+
+def _teacher_server(subject: str, args: Any, client: Any, model: _Model | None, longest: int) -> Iterator[Finding]:
+    from trl.generation.vllm_teacher import check_teacher
+
+    facts = yield from _reach(subject, "teacher version", "vllm serve TEACHER --max-logprobs -1", client, args)
+    if facts is None:
+        return
+    try:
+        check_teacher(client, facts, args.loss_top_k)
+        yield Finding("teacher log-probs", "ok", f"{args.loss_top_k} per token can be had")
+    except ConfigError as error:
+        found, _, repair = str(error).partition(": start it with ")
+        yield Finding("teacher log-probs", "fail", found, repair.strip("`."))
+    # vLLM has to generate a token after the sequence that it scores.
+    needed = max(longest, 1) + args.longest_completion + 1
+    detail = f"{facts.max_model_len} tokens; prompt, completion and one more may have {needed}"
+    repair = f"vllm serve TEACHER … --max-model-len {needed}, or a smaller `{args.length_option}`"
+    fits = needed <= facts.max_model_len
+    yield Finding("teacher context", "ok", detail) if fits else Finding("teacher context", "fail", detail, repair)
+    if model is not None:
+        yield _teacher_vocabulary(client, model)
+
+
 def _vocabulary(client: Any, model: _Model) -> Finding:
-    """The server takes the model's last id, and refuses the one after it."""
+    """Whether the server's ids are the model's."""
     size = model.policy.config.get_text_config().vocab_size
+    found = _size_of_vocabulary(client, size)
+    if found == "equal":
+        return Finding("vocabulary", "ok", f"{size} tokens")
+    return Finding("vocabulary", "fail", f"the server's is {found} than {size}", "serve the model that is trained")
+
+
+def _teacher_vocabulary(client: Any, model: _Model) -> Finding:
+    """Whether the teacher knows the model's ids. It may have more: many models have some that stand for nothing."""
+    size = model.policy.config.get_text_config().vocab_size
+    found, repair = _size_of_vocabulary(client, size), "serve a teacher with the student's tokenizer"
+    if found == "equal":
+        return Finding("teacher vocabulary", "ok", f"{size} tokens")
+    detail = f"the teacher's is {found} than {size}"
+    if found == "larger":
+        return Finding("teacher vocabulary", "warn", detail, f"{repair}, unless its further ids are padding")
+    return Finding("teacher vocabulary", "fail", detail, repair)
+
+
+def _size_of_vocabulary(client: Any, size: int) -> Literal["smaller", "equal", "larger"]:
+    """The server's vocabulary against `size`: whether it takes the last id, and the one after it."""
     params = {"max_tokens": 1, "temperature": 0.0, "n": 1}
 
     def accepted(token: int) -> bool:
@@ -306,10 +395,8 @@ def _vocabulary(client: Any, model: _Model) -> Finding:
         return True
 
     if not accepted(size - 1):
-        return Finding("vocabulary", "fail", f"the server's is smaller than {size}", "serve the model that is trained")
-    if accepted(size):
-        return Finding("vocabulary", "fail", f"the server's is larger than {size}", "serve the model that is trained")
-    return Finding("vocabulary", "ok", f"{size} tokens")
+        return "smaller"
+    return "larger" if accepted(size) else "equal"
 
 
 def _parity(client: Any, facts: Any, model: _Model) -> Finding:

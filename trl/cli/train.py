@@ -9,14 +9,20 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl.cli.arguments import DatasetMixtureConfig, GRPOScriptArguments, ModelConfig, RewardScriptArguments
+from trl.cli.arguments import DatasetMixtureConfig, ModelConfig, RewardScriptArguments, ScriptArguments
 from trl.cli.errors import report_error
 from trl.cli.launch import refuse_launcher_options
 from trl.cli.options import OptionGroup, dataclass_options, training_options
 from trl.cli.parser import OptionParser
 from trl.cli.threads import calm_openmp
 from trl.errors import ConfigError, TRLError
-from trl.trainer.arguments import GRPOArguments
+from trl.trainer.arguments import (
+    DistillationArguments,
+    GRPOArguments,
+    OnlineDPOArguments,
+    RLOOArguments,
+    ServerDistillationArguments,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -46,10 +52,42 @@ class Method:
 METHODS = {
     "grpo": Method(
         summary="Train by reinforcement with groups of completions (GRPO).",
-        script=GRPOScriptArguments,
+        script=RewardScriptArguments,
         options=GRPOArguments,
         config="trl.trainer.grpo_config:GRPOConfig",
         trainer="trl.trainer.grpo_trainer:GRPOTrainer",
+        columns=("prompt",),
+    ),
+    "rloo": Method(
+        summary="Train by reinforcement, each completion against its siblings (RLOO).",
+        script=RewardScriptArguments,
+        options=RLOOArguments,
+        config="trl.trainer.rloo_config:RLOOConfig",
+        trainer="trl.trainer.rloo_trainer:RLOOTrainer",
+        columns=("prompt",),
+    ),
+    "online-dpo": Method(
+        summary="Train on the better and the worse of two completions (Online DPO).",
+        script=RewardScriptArguments,
+        options=OnlineDPOArguments,
+        config="trl.trainer.online_dpo_config:OnlineDPOConfig",
+        trainer="trl.trainer.online_dpo_trainer:OnlineDPOTrainer",
+        columns=("prompt",),
+    ),
+    "distillation": Method(
+        summary="Train a student on its own completions to predict as a teacher does.",
+        script=ScriptArguments,
+        options=DistillationArguments,
+        config="trl.trainer.distillation_config:DistillationConfig",
+        trainer="trl.trainer.distillation_trainer:DistillationTrainer",
+        columns=("prompt",),
+    ),
+    "server-distillation": Method(
+        summary="Distil from a teacher behind `vllm serve`.",
+        script=ScriptArguments,
+        options=ServerDistillationArguments,
+        config="trl.trainer.distillation_config:ServerDistillationConfig",
+        trainer="trl.trainer.server_distillation_trainer:ServerDistillationTrainer",
         columns=("prompt",),
     ),
 }

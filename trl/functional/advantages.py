@@ -1,6 +1,7 @@
-"""Advantages from rewards.
+"""Advantages and preferences from rewards.
 
-Shapes: N sequences in groups of G that follow one another, F reward functions. NaN marks a reward that was not given.
+Shapes: N sequences in groups of G that follow one another, F reward functions, P pairs. NaN marks a reward that was not
+given.
 """
 
 from dataclasses import dataclass
@@ -92,3 +93,38 @@ def group_relative(
         rewards.float(),
         group_std.expand_as(grouped).reshape(-1).float(),
     )
+
+
+def leave_one_out(rewards: Tensor, group_size: int, *, normalize: bool = False) -> Tensor:
+    """`[N]` rewards minus the mean of the others in their group (RLOO, arXiv:2402.14740, eq. 7 and 8).
+
+    A reward of NaN gets 0 and is in nobody's baseline. A reward without others gets 0, and a group of equal rewards
+    exactly 0: rounding is no spread.
+
+    Args:
+        rewards: `[N]`, NaN where none was given.
+        group_size: G, which divides N.
+        normalize: divide by the unbiased standard deviation of the advantages of all scored sequences plus 1e-4.
+    """
+    grouped = rewards.double().view(-1, group_size)
+    count = (~torch.isnan(grouped)).sum(1, keepdim=True)
+    # With the mean m of all n: r - (n m - r) / (n - 1) = (r - m) n / (n - 1), which is exactly 0 where r = m.
+    centered = grouped - nan_mean_std(grouped, 1)[0]
+    advantages = (centered * count / (count - 1).clamp(min=1)).view(-1)
+    if normalize:
+        # Their mean is 0, because those of each group sum to 0: to subtract it would only bring in its rounding.
+        advantages = advantages / (nan_mean_std(advantages, 0)[1] + EPSILON)
+    return torch.nan_to_num(advantages, nan=0.0).float()
+
+
+def rank_pairs(scores: Tensor) -> Tensor:
+    """`[P]` which of two completions scores higher: +1 the first, -1 the second, 0 a tie, NaN where a score is missing.
+
+    Scores tie only where they are equal to the last bit.
+
+    Args:
+        scores: `[P, 2]`, NaN where none was given.
+    """
+    first, second = scores.unbind(1)
+    preference = (first > second).float() - (first < second).float()
+    return preference.masked_fill(torch.isnan(scores).any(1), torch.nan)

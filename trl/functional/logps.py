@@ -1,9 +1,10 @@
 """Log-probs and entropies of chosen tokens straight from hidden states and LM head.
 
 Logits exist for one chunk of tokens at a time, forward and backward: memory does not grow with tokens times vocabulary.
-Shapes: T tokens, H hidden size, V vocabulary.
+Shapes: T tokens, H hidden size, V vocabulary, K ids asked for at each position.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,31 +61,76 @@ def chosen_logps(
     compute_dtype: torch.dtype | None = None,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target, and entropy of the distribution it comes from, both `[T]`, in nats.
+    """Log-prob of each target, `[T]` or `[T, K]` like `targets`, and entropy `[T]` of the distributions, in nats.
 
     Both are differentiable. Sums over the vocabulary run in float32 (float64 for float64 input).
 
     Args:
         hidden: `[T, H]`.
         weight: `[V, H]`, `bias`: `[V]`.
-        targets: `[T]` token ids.
+        targets: `[T]` token ids, or `[T, K]`: at least one at each position.
         compute_dtype: type of the matrix products; the type of `hidden` when not given.
         chunk_elements: logits of one chunk; by the device when not given.
     """
     if chunk_elements is None:
-        chunk_elements = CPU_CHUNK_ELEMENTS if hidden.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+        chunk_elements = default_chunk_elements(hidden.device)
     transform = transform or LogitTransform()
     dtype = compute_dtype or hidden.dtype
     # Cast outside of the function, where autograd casts the gradients back.
     cast_bias = None if bias is None else bias.to(dtype)
-    return _ChosenLogps.apply(hidden.to(dtype), weight.to(dtype), cast_bias, targets, transform, chunk_elements)
+    columns = targets if targets.ndim == 2 else targets[:, None]
+    logps, entropies = _ChosenLogps.apply(
+        hidden.to(dtype), weight.to(dtype), cast_bias, columns, transform, chunk_elements
+    )
+    return logps.view(targets.shape), entropies
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+def default_chunk_elements(device: torch.device) -> int:
+    """How many logits a chunk holds on this device."""
+    return CPU_CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
+
+
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> Tensor:
+    """`[t, V]` logits, a new tensor in float32 at least."""
     raw = torch.nn.functional.linear(hidden, weight, bias)
     if raw.dtype in (torch.bfloat16, torch.float16):
         raw = raw.float()
     return transform.forward(raw)
+
+
+class HeadGradients:
+    """Gradients of an LM head's `hidden`, `weight` and `bias`, added up chunk by chunk of the raw logits' gradient.
+
+    `hidden`, `weight` and `bias` have one type; the sums over tokens run in float32 at least. `needed` says of each of
+    the three whether its gradient is asked for.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
+        accumulate = torch.promote_types(weight.dtype, torch.float32)
+        self._hidden, self._weight = hidden, weight
+        self._grad_hidden = torch.empty_like(hidden)
+        self._grad_weight = torch.zeros_like(weight, dtype=accumulate) if needed[1] else None
+        self._grad_bias = torch.zeros_like(bias, dtype=accumulate) if bias is not None and needed[2] else None
+
+    def add(self, piece: slice, grad: Tensor) -> None:
+        """Takes the `[t, V]` gradient of the raw logits of the tokens `piece`; each token comes once."""
+        if self._grad_bias is not None:
+            self._grad_bias.add_(grad.sum(0))
+        grad = grad.to(self._hidden.dtype)
+        self._grad_hidden[piece] = grad @ self._weight
+        if self._grad_weight is not None and self._grad_weight.dtype == grad.dtype:
+            self._grad_weight.addmm_(grad.T, self._hidden[piece])
+        elif self._grad_weight is not None:
+            self._grad_weight.add_(grad.T @ self._hidden[piece])
+
+    def result(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Gradients of `hidden`, `weight` and `bias` in their own type."""
+        dtype = self._weight.dtype
+        return (
+            self._grad_hidden,
+            None if self._grad_weight is None else self._grad_weight.to(dtype),
+            None if self._grad_bias is None else self._grad_bias.to(dtype),
+        )
 
 
 class _ChosenLogps(torch.autograd.Function):
@@ -103,16 +149,17 @@ class _ChosenLogps(torch.autograd.Function):
         # Results have their place before the first chunk: small tensors left between the large ones of every chunk
         # would keep the CPU's allocator from using the same memory for the next.
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        normalizer, logp, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
+        normalizer, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
+        logp = hidden.new_empty(targets.shape, dtype=dtype)
         shares: list[Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), chunk):
                 piece = slice(start, start + chunk)
-                y = targets[piece, None]
-                logits = _logits(hidden[piece], weight, bias, transform)
+                y = targets[piece]
+                logits = head_logits(hidden[piece], weight, bias, transform)
                 log_p = logits.log_softmax(1)
-                logp[piece] = log_p.gather(1, y).squeeze(1)
-                normalizer[piece] = logits.gather(1, y).squeeze(1) - logp[piece]
+                logp[piece] = log_p.gather(1, y)
+                normalizer[piece] = logits.gather(1, y[:, :1]).squeeze(1) - logp[piece, 0]
                 p = log_p.exp()
                 entropy[piece] = -torch.linalg.vecdot(p, log_p)
                 if keep:
@@ -126,21 +173,17 @@ class _ChosenLogps(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_logp, grad_entropy = grads
         hidden, weight, bias, targets, normalizer, entropy, *shares = ctx.saved_tensors
-        grad_logp = torch.zeros_like(normalizer) if grad_logp is None else grad_logp
-        accumulate = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=accumulate) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=accumulate) if bias is not None and ctx.needs_input_grad[2] else None
-        grad_hidden = torch.empty_like(hidden)
+        grad_logp = torch.zeros_like(targets, dtype=normalizer.dtype) if grad_logp is None else grad_logp
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
         kept_suffices = bool(shares) and grad_entropy is None and ctx.transform.softcap is None
         with torch.autocast(hidden.device.type, enabled=False):
             for i, start in enumerate(range(0, len(hidden), ctx.chunk)):
                 piece = slice(start, start + ctx.chunk)
-                h = hidden[piece]
                 if kept_suffices:
                     grad = _logp_grad(shares[i], targets[piece], grad_logp[piece], ctx.transform)
                 else:
                     grad = _logits_grad(
-                        _logits(h, weight, bias, ctx.transform),
+                        head_logits(hidden[piece], weight, bias, ctx.transform),
                         targets[piece],
                         normalizer[piece],
                         entropy[piece],
@@ -148,29 +191,15 @@ class _ChosenLogps(torch.autograd.Function):
                         None if grad_entropy is None else grad_entropy[piece],
                         ctx.transform,
                     )
-                if grad_bias is not None:
-                    grad_bias.add_(grad.sum(0))
-                grad = grad.to(hidden.dtype)
-                grad_hidden[piece] = grad @ weight
-                if grad_weight is not None and grad_weight.dtype == grad.dtype:
-                    grad_weight.addmm_(grad.T, h)
-                elif grad_weight is not None:
-                    grad_weight.add_(grad.T @ h)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+                gradients.add(piece, grad)
+        return *gradients.result(), None, None, None
 
 
 def _logp_grad(p: Tensor, targets: Tensor, grad_logp: Tensor, transform: LogitTransform) -> Tensor:
-    """`[t, V]` gradient of the raw logits from kept probabilities: `g (onehot - p)`; no soft-capping."""
+    """`[t, V]` gradient of the raw logits from kept probabilities: sum of `g (onehot - p)` over targets; no softcap."""
     scaled = grad_logp * (transform.scale / transform.temperature)
-    grad = p * -scaled[:, None]
-    return grad.scatter_add_(1, targets[:, None], scaled[:, None].to(grad.dtype))
+    grad = p * -scaled.sum(1, keepdim=True)
+    return grad.scatter_add_(1, targets, scaled.to(grad.dtype))
 
 
 def _logits_grad(
@@ -182,12 +211,14 @@ def _logits_grad(
     grad_entropy: Tensor | None,
     transform: LogitTransform,
 ) -> Tensor:
-    """`[t, V]` gradient of the raw logits: `g_logp (onehot - p) - g_H p (log p + H)`, through the transform."""
+    """`[t, V]` gradient of the raw logits: `g_logp (onehot - p)`, summed over the targets, and `-g_H p (log p + H)`,
+    through the transform.
+    """
     # The transform's own derivative needs the logits again.
     logp = logits - normalizer[:, None] if transform.softcap is not None else logits.sub_(normalizer[:, None])
-    coefficient = -grad_logp[:, None]
+    coefficient = -grad_logp.sum(1, keepdim=True)
     if grad_entropy is not None:
         coefficient = coefficient - grad_entropy[:, None] * (logp + entropy[:, None])
     grad = logp.exp_().mul_(coefficient) if grad_entropy is None else logp.exp().mul_(coefficient)
-    grad.scatter_add_(1, targets[:, None], grad_logp[:, None].to(grad.dtype))
+    grad.scatter_add_(1, targets, grad_logp.to(grad.dtype))
     return transform.backward(grad, logits)

@@ -1,6 +1,7 @@
 """Policy-gradient losses: four surrogates times their reductions make the eight loss types.
 
-Everything is flat: shape `[T]` over the tokens of all sequences, per-sequence tensors `[N]`.
+Everything is flat: shape `[T]` over the tokens of all sequences, per-sequence tensors `[N]`. `clipped_surrogate` and
+`sequence_ratio` also serve losses of whole sequences.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch import Tensor
 from trl.functional.reduce import (
     Normalizer,
     kl_k3,
+    of_sequence,
     reduce_fixed_length,
     reduce_generation_token_mean,
     reduce_sequence_mean,
@@ -20,6 +22,9 @@ from trl.functional.reduce import (
     segment_mean,
     segment_sum,
 )
+
+MAX_LOG_RATIO = 80.0
+"""Bound on the log-ratio of a sequence: the exponential of more than 88 is infinite in float32."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,40 @@ def policy_ratio(log_ratio: Tensor, mask: Tensor, seq_of_token: Tensor, num_sequ
     return log_ratio.exp()
 
 
-def clipped(t: PolicyTokens, o: PolicyOptions) -> Tensor:
-    """`[T]` `-min(min(w, delta) A, clip(w, 1 - eps, 1 + eps_high) A)`: PPO's clip, with an optional upper bound on the
-    unclipped ratio (two-sided clip, arXiv:2505.07291).
+def sequence_ratio(log_ratio: Tensor, mask: Tensor, seq_of_token: Tensor, num_sequences: int) -> Tensor:
+    """`[N]` importance ratio of whole sequences: the exponential of the sum of `log_ratio` over loss tokens; 1 for a
+    sequence without any. RLOO takes a completion as one action (arXiv:2402.14740).
+
+    Args:
+        log_ratio: `[T]`.
+        mask: `[T]` loss tokens.
     """
-    bounded = t.ratio.clamp(1 - o.epsilon, 1 + o.high)
-    free = t.ratio if o.delta is None else t.ratio.clamp(max=o.delta)
-    return -torch.min(free * t.advantages, bounded * t.advantages)
+    total = segment_sum(log_ratio * mask, seq_of_token, num_sequences)
+    # An infinite ratio would make NaN of the gradient 0 that the clip gives it, and of an advantage 0.
+    return total.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, epsilon: float, high: float, delta: float | None = None
+) -> Tensor:
+    """`-min(min(w, delta) A, clip(w, 1 - epsilon, 1 + high) A)`: PPO's clip (arXiv:1707.06347, eq. 7), with an optional
+    upper bound on the unclipped ratio (two-sided clip, arXiv:2505.07291).
+
+    Elementwise: per token or per sequence.
+
+    Args:
+        ratio, advantages: of one shape, which is that of the result.
+        epsilon, high: how far the ratio may fall below and rise above 1.
+        delta: the bound on the unclipped ratio; None is no bound.
+    """
+    bounded = ratio.clamp(1 - epsilon, 1 + high)
+    free = ratio if delta is None else ratio.clamp(max=delta)
+    return -torch.min(free * advantages, bounded * advantages)
+
+
+def clipped(t: PolicyTokens, o: PolicyOptions) -> Tensor:
+    """`[T]` the clipped surrogate."""
+    return clipped_surrogate(t.ratio, t.advantages, o.epsilon, o.high, o.delta)
 
 
 def cispo(t: PolicyTokens, o: PolicyOptions) -> Tensor:
@@ -109,7 +141,7 @@ def vespo_weight(t: PolicyTokens, o: PolicyOptions) -> Tensor:
         bounded = t.correction.log().clamp(floor, ceiling)
         log_w = log_w + segment_sum(bounded * t.mask, t.seq_of_token, t.num_sequences)
     log_w = log_w.clamp(floor, ceiling)
-    advantages = _first_of_sequence(t.advantages, t.seq_of_token, t.num_sequences)
+    advantages = of_sequence(t.advantages, t.seq_of_token, t.num_sequences)
     k = torch.where(advantages >= 0, o.vespo_k_pos, o.vespo_k_neg)
     rate = torch.where(advantages >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg)
     return torch.nan_to_num((rate + k * log_w - rate * log_w.exp()).exp(), nan=0.0, posinf=0.0, neginf=0.0)
@@ -166,8 +198,3 @@ def policy_terms(
         kl = kl_k3(tokens.logps, ref_logps)
         terms = terms + beta * (kl * tokens.ratio if bias_corrected_kl else kl)
     return terms
-
-
-def _first_of_sequence(values: Tensor, seq_of_token: Tensor, num_sequences: int) -> Tensor:
-    """`[N]` the value at each sequence's tokens, which all share it; 0 for a sequence without tokens."""
-    return values.new_zeros(num_sequences).index_copy(0, seq_of_token, values)

@@ -34,6 +34,14 @@ def segment_mean(values: Tensor, mask: Tensor, seq_of_token: Tensor, num_sequenc
     return segment_sum(values * mask, seq_of_token, num_sequences) / count
 
 
+def of_sequence(values: Tensor, seq_of_token: Tensor, num_sequences: int) -> Tensor:
+    """`[N]` the value that all tokens of a sequence share, without gradient; 0 for a sequence without tokens.
+
+    The way back from `values[seq_of_token]`. `values`: `[T]`.
+    """
+    return values.new_zeros(num_sequences).index_copy(0, seq_of_token, values.detach())
+
+
 def reduce_sequence_mean(terms: Tensor, mask: Tensor, seq_of_token: Tensor, norm: Normalizer) -> Tensor:
     """Mean over sequences of the mean over tokens (GRPO, arXiv:2402.03300, eq. 3)."""
     token_count = torch.bincount(seq_of_token, weights=mask.to(terms.dtype)).clamp(min=1).to(terms.dtype)
@@ -67,3 +75,15 @@ def kl_k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
     """
     d = ref_logps - logps
     return torch.expm1(d) - d
+
+
+def sequence_kl_k1(logps: Tensor, ref_logps: Tensor, mask: Tensor, seq_of_token: Tensor, num_sequences: int) -> Tensor:
+    """`[N]` estimate of KL(policy || reference) of whole sequences: the sum of `policy - reference` over loss tokens.
+
+    Unbiased, of either sign (Schulman, "Approximating KL divergence", 2020, k1); 0 for a sequence without loss tokens.
+
+    Args:
+        logps, ref_logps: `[T]`.
+        mask: `[T]` loss tokens.
+    """
+    return segment_sum((logps - ref_logps) * mask, seq_of_token, num_sequences)

@@ -23,6 +23,8 @@ _RETRY_PAUSE_S = 0.5
 _MAX_BROKEN_CONNECTIONS = 3
 # vLLM writes a token that truncation removed as this instead of minus infinity.
 _REMOVED = -9999.0
+# A request that only scores its prompt: the model's own distribution, and the one token that has to be generated.
+_SCORING = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,20 @@ class Choice:
     token_ids: list[int]
     logps: list[float]
     finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogps:
+    """What a model says of the tokens of a sequence of length L, the first left out.
+
+    Attributes:
+        top_ids, top_logps: `[L - 1][k]` the k likeliest ids and their log-probs, descending.
+        token_logps: `[L - 1]` log-prob of the token that is there.
+    """
+
+    top_ids: list[list[int]]
+    top_logps: list[list[float]]
+    token_logps: list[float]
 
 
 class VLLMClient:
@@ -155,50 +171,43 @@ class VLLMClient:
             prompts: token ids.
             params: sampling fields of the request. What is left out is filled from the model's generation config.
         """
-        body: Json = {
-            "prompt": [list(p) for p in prompts],
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            **params,
-        }
-        if model is not None:
-            body["model"] = model
-        answer = self._json("POST", "/v1/completions", body, repeat=True, deadline=deadline)
-        choices = sorted((_text_choice(c) for c in answer["choices"]), key=lambda c: c.index)
-        expected = len(prompts) * int(params.get("n", 1))
-        if [c.index for c in choices] != list(range(expected)):
-            raise self._error(
-                "POST", "/v1/completions", None, f"{len(choices)} completions came back where {expected} were asked for"
-            )
-        return choices
+        told = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        return [_text_choice(c) for c in self._choices(prompts, {**told, **params}, model, deadline)]
 
     def prompt_logps(self, sequences: Sequence[Sequence[int]], *, deadline: float | None = None) -> list[list[float]]:
-        """Log-prob of each token of each sequence but its first, by the server's weights.
+        """Log-prob of each token of each sequence but its first, by the server's weights."""
+        return [scored.token_logps for scored in self.prompt_top_logps(sequences, 0, deadline=deadline)]
+
+    def prompt_top_logps(
+        self, sequences: Sequence[Sequence[int]], k: int, *, model: str | None = None, deadline: float | None = None
+    ) -> list[TopLogps]:
+        """The k likeliest tokens in the place of each token of each sequence but its first, and that token's log-prob.
 
         Args:
             sequences: token ids, at least two each.
         """
         if not sequences:
             return []
-        body = {
-            "prompt": [list(s) for s in sequences],
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "prompt_logprobs": 0,
-        }
+        choices = self._choices(sequences, {**_SCORING, "prompt_logprobs": k}, model, deadline)
+        try:
+            return [_top_logps(c["prompt_logprobs"], ids, k) for c, ids in zip(choices, sequences)]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            text = "log-probs of prompt tokens are missing. Start the server with `--max-logprobs -1`"
+            raise self._error("POST", "/v1/completions", 200, text) from error
+
+    def _choices(
+        self, prompts: Sequence[Sequence[int]], params: Mapping[str, Any], model: str | None, deadline: float | None
+    ) -> list[Json]:
+        """The choices of `/v1/completions` in order, as they came."""
+        body: Json = {"prompt": [list(p) for p in prompts], **params} | ({} if model is None else {"model": model})
         answer = self._json("POST", "/v1/completions", body, repeat=True, deadline=deadline)
-        rows = sorted(answer["choices"], key=lambda c: c["index"])
-        return [
-            [
-                float(entry[str(token)]["logprob"])
-                for entry, token in zip(row["prompt_logprobs"][1:], ids[1:], strict=True)
-            ]
-            for row, ids in zip(rows, sequences, strict=True)
-        ]
+        choices = sorted(answer.get("choices") or (), key=lambda c: c["index"])
+        expected = len(prompts) * int(params.get("n", 1))
+        if [c["index"] for c in choices] != list(range(expected)):
+            raise self._error(
+                "POST", "/v1/completions", None, f"{len(choices)} completions came back where {expected} were asked for"
+            )
+        return choices
 
     # ---- images ----
 
@@ -408,6 +417,17 @@ def _text_choice(choice: Json) -> Choice:
             f"The server returned {'no' if ids is None else len(ids)} token ids with {len(logps)} log-probs."
         )
     return Choice(choice["index"], ids, logps, choice["finish_reason"])
+
+
+def _top_logps(told: Sequence[Mapping[str, Json]], ids: Sequence[int], k: int) -> TopLogps:
+    """From `prompt_logprobs`: in each place the k likeliest tokens, and the actual one where it is none of them."""
+    places = [{int(t): (-_finite(e["logprob"]), e["rank"]) for t, e in entry.items()} for entry in told[1:]]
+    # Among equal log-probs the actual token has the last rank, unless it is one of the k.
+    ranked = [sorted(place.items(), key=lambda item: item[1])[:k] for place in places]
+    if any(len(row) < k for row in ranked):
+        raise ValueError(f"fewer than {k} log-probs")
+    token_logps = [-place[token][0] for place, token in zip(places, ids[1:], strict=True)]
+    return TopLogps([[t for t, _ in row] for row in ranked], [[-p for _, (p, _) in row] for row in ranked], token_logps)
 
 
 def _token_choice(choice: Json) -> Choice:

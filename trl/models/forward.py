@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from trl.errors import NotSupportedError
+from trl.functional.divergence import Head, divergences
 from trl.functional.logps import LogitTransform, chosen_logps
 from trl.models.attention import PACKED_ATTENTION, PackedLayout, Segment
 from trl.models.decode import SharedPromptCache
@@ -28,7 +29,7 @@ class TokenLogps:
     """Result of `token_logps`, in the batch's token order.
 
     Attributes:
-        logps: `[T]` log-prob of each completion token.
+        logps: `[T]` log-prob of each completion token, or `[T, K]` of the tokens asked for.
         entropies: `[T]` entropy of the distribution it comes from, in nats.
         aux_loss: a mixture-of-experts model's balance loss, or None.
     """
@@ -42,6 +43,7 @@ def token_logps(
     model: nn.Module,
     batch: RolloutBatch,
     *,
+    targets: Tensor | None = None,
     temperature: float = 1.0,
     packed: bool = True,
     fp32_head: bool = False,
@@ -51,19 +53,63 @@ def token_logps(
 
     Args:
         model: a causal language model, wrapped for training or not.
+        targets: `[T, K]` tokens whose log-probs are wanted in the completion token's place; the result's are `[T, K]`.
         temperature: divides the logits, as it did in sampling.
         packed: lay sequences end to end; only for models that pass `supports_packing`.
         fp32_head: compute the LM head's product in float32.
         with_aux_loss: ask a mixture-of-experts model for its balance loss.
     """
+    hidden, aux_loss = _predicting_states(model, batch, packed, with_aux_loss)
+    head = _head(unwrap(model), hidden, temperature, fp32_head)
+    logps, entropies = chosen_logps(
+        head.hidden,
+        head.weight,
+        batch.completion_ids if targets is None else targets,
+        bias=head.bias,
+        transform=head.transform,
+        compute_dtype=head.compute_dtype,
+    )
+    return TokenLogps(logps, entropies, aux_loss)
+
+
+def token_divergences(
+    model: nn.Module,
+    teacher: nn.Module,
+    batch: RolloutBatch,
+    beta: float,
+    *,
+    temperature: float = 1.0,
+    packed: bool = True,
+    teacher_packed: bool = True,
+    fp32_head: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Divergence of `model` from `teacher` at every completion token, and the entropy of `model` there, both `[T]`.
+
+    The divergence is differentiable in `model` alone (`functional.divergence`).
+
+    Args:
+        model, teacher: causal language models with the same tokens.
+        beta: 0 is forward KL, 1 reverse KL, between them the generalised Jensen-Shannon divergence.
+        temperature: divides the logits of both.
+        packed, teacher_packed: lay sequences end to end; only for models that pass `supports_packing`.
+        fp32_head: compute the LM heads' products in float32.
+    """
+    with torch.no_grad():
+        told = _head(unwrap(teacher), _predicting_states(teacher, batch, teacher_packed)[0], temperature, fp32_head)
+    own = _head(unwrap(model), _predicting_states(model, batch, packed)[0], temperature, fp32_head)
+    return divergences(own, told, beta)
+
+
+def _predicting_states(
+    model: nn.Module, batch: RolloutBatch, packed: bool, with_aux_loss: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`[T, H]` hidden states that predict the completion tokens; and the balance loss, where asked for."""
     inputs, positions = (_packed_inputs if packed else _padded_inputs)(batch)
     if with_aux_loss:
         inputs["output_router_logits"] = True
     with _captured_hidden_states(unwrap(model)) as captured:
         output = model(**inputs, use_cache=False)
-    hidden = captured[0].flatten(0, -2)[positions]
-    logps, entropies = _head_logps(unwrap(model), hidden, batch.completion_ids, temperature, fp32_head)
-    return TokenLogps(logps, entropies, output.aux_loss if with_aux_loss else None)
+    return captured[0].flatten(0, -2)[positions], output.aux_loss if with_aux_loss else None
 
 
 def prompt_logits(model: nn.Module, prompts: Sequence[Sequence[int]], cache: SharedPromptCache) -> Tensor:
@@ -263,9 +309,8 @@ def _captured_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         del head.forward
 
 
-def _head_logps(
-    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float, fp32_head: bool
-) -> tuple[Tensor, Tensor]:
+def _head(model: PreTrainedModel, hidden: Tensor, temperature: float, fp32_head: bool) -> Head:
+    """What the model's next-token distributions are computed from."""
     head = model.get_output_embeddings()
     device = hidden.device.type
     if fp32_head:
@@ -273,14 +318,5 @@ def _head_logps(
     elif torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     else:
-        dtype = (
-            torch.promote_types(hidden.dtype, head.weight.dtype) if hidden.dtype != head.weight.dtype else hidden.dtype
-        )
-    return chosen_logps(
-        hidden,
-        head.weight,
-        targets,
-        bias=head.bias,
-        transform=logit_transform(model, temperature),
-        compute_dtype=dtype,
-    )
+        dtype = torch.promote_types(hidden.dtype, head.weight.dtype)
+    return Head(hidden, head.weight, head.bias, logit_transform(model, temperature), dtype)

@@ -103,3 +103,34 @@ def compute_dtype(args: TrainingArguments, model: nn.Module) -> str:
     if args.bf16 or args.fp16:
         return "bfloat16" if args.bf16 else "float16"
     return str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
+
+
+def check_same_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, other: PreTrainedModel, *, trust_remote_code: bool
+) -> None:
+    """Raises unless `other` can read what `model` writes: the same id is the same token.
+
+    Families pad their vocabularies to different sizes; that alone does no harm.
+
+    Raises:
+        ConfigError: with a token that differs, or the sizes where no tokenizer stands beside `other`.
+    """
+    try:
+        others: PreTrainedTokenizerBase | None = load_tokenizer(other, trust_remote_code)
+    except ConfigError:
+        others = None
+    if others is not None:
+        tokens = {index: token for token, index in tokenizer.get_vocab().items()}
+        for token, index in others.get_vocab().items():
+            if tokens.get(index, token) != token:
+                raise ConfigError(
+                    f"The teacher has other tokens than the model: id {index} is {token!r} there and {tokens[index]!r} "
+                    "here. Choose a teacher of the same family."
+                )
+    own, told = (m.config.get_text_config().vocab_size for m in (model, other))
+    known = len(tokenizer) if others is not None else own
+    if told < known:
+        raise ConfigError(
+            f"The teacher has fewer tokens than the model writes (got {told} and {known}): choose a teacher of the "
+            "same family."
+        )

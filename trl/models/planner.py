@@ -93,8 +93,8 @@ class ModelSize:
 class TrainingSize:
     """Sizes of training: most `tokens` of one forward pass, and of one sequence, which is never cut.
 
-    `trainable_bytes` are as loaded; `gradients_stay` while completions are drawn; `buckets` hold the gradients a second
-    time, to send them to other processes.
+    `trainable_bytes` are as loaded; `frozen_bytes` are those of a reference model or teacher; `gradients_stay` while
+    completions are drawn; `buckets` hold the gradients a second time, to send them to other processes.
     """
 
     tokens: int
@@ -103,15 +103,15 @@ class TrainingSize:
     optimizer: str
     trainable_parameters: int
     trainable_bytes: int
-    reference: bool = False
+    frozen_bytes: int = 0
     gradients_stay: bool = False
     buckets: bool = False
 
     @classmethod
-    def of(cls, args: Any, model: PreTrainedModel, *, prompt_tokens: int, reference: bool) -> "TrainingSize":
+    def of(cls, args: Any, model: PreTrainedModel, *, prompt_tokens: int, frozen_bytes: int) -> "TrainingSize":
         """Of an online method's config and policy, prompts having up to `prompt_tokens`."""
-        sequence = prompt_tokens + args.max_completion_length
-        rows = sequence * args.per_device_train_batch_size
+        sequence = prompt_tokens + args.longest_completion
+        rows = sequence * args.group_plan.micro_step_rows
         trainable = [p for p in model.parameters() if p.requires_grad]
         return cls(
             tokens=min(rows, max(sequence, args.max_tokens_per_micro_batch or rows)),
@@ -120,8 +120,8 @@ class TrainingSize:
             optimizer=OptimizerNames(args.optim).value,
             trainable_parameters=sum(p.numel() for p in trainable),
             trainable_bytes=sum(p.numel() * p.element_size() for p in trainable),
-            reference=reference,
-            gradients_stay=args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps != 0,
+            frozen_bytes=frozen_bytes,
+            gradients_stay=args.group_plan.window % args.gradient_accumulation_steps != 0,
             buckets=args.world_size > 1,
         )
 
@@ -260,7 +260,7 @@ def plan(model: ModelSize, training: TrainingSize, engine: EngineSize | None, to
     mixed = model.hidden_bytes > model.compute_bytes
     held = {
         "policy weights": model.weight_bytes,
-        "reference weights": model.weight_bytes * training.reference,
+        "frozen models": training.frozen_bytes,
         "gradients": training.trainable_bytes * (training.gradients_stay + training.buckets),
         "optimizer": states * training.trainable_bytes + fixed * training.trainable_parameters,
         "CUDA context": CUDA_CONTEXT,

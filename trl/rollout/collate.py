@@ -7,16 +7,11 @@ import torch
 from trl.types import Rollout, RolloutBatch
 
 
-def collate(rollouts: Sequence[Rollout], device: torch.device, *, mask_truncated: bool = False) -> RolloutBatch:
-    """The flat batch of these rollouts, in their order; equal prompts are stored once.
-
-    Args:
-        mask_truncated: leave completions that did not end by an end-of-sequence id out of the loss.
-    """
+def collate(rollouts: Sequence[Rollout], device: torch.device) -> RolloutBatch:
+    """The flat batch of these rollouts, in their order, all tokens in the loss; equal prompts are stored once."""
     place: dict[tuple[int, ...], int] = {}
     prompt_of_seq = [place.setdefault(tuple(r.prompt_ids), len(place)) for r in rollouts]
     completions = [r.completion for r in rollouts]
-    in_loss = [not mask_truncated or c.finish_reason == "stop" for c in completions]
     lengths = torch.tensor([len(c.token_ids) for c in completions])
     logps = [p for c in completions for p in c.logps]
     has_logps = len(logps) == int(lengths.sum())
@@ -26,6 +21,7 @@ def collate(rollouts: Sequence[Rollout], device: torch.device, *, mask_truncated
         prompt_of_seq=torch.tensor(prompt_of_seq),
         completion_ids=torch.tensor([t for c in completions for t in c.token_ids], dtype=torch.long, device=device),
         completion_lengths=lengths,
-        loss_mask=torch.repeat_interleave(torch.tensor(in_loss), lengths).to(device),
+        loss_mask=torch.ones(int(lengths.sum()), dtype=torch.bool, device=device),
+        ended=torch.tensor([c.finish_reason == "stop" for c in completions]),
         sampling_logps=torch.tensor(logps, dtype=torch.float32, device=device) if has_logps else None,
     )

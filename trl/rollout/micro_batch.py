@@ -23,9 +23,10 @@ def split(
 ) -> list[RolloutBatch]:
     """The micro-batches of a slice: its active sequences, cut so that none exceeds the token budget.
 
-    A sequence longer than the budget gets a micro-batch of its own. Inactive sequences, whose every term of the loss is
+    Sequences of one unit (`RolloutBatch.unit_of_seq`) stay together. A unit longer than the budget gets a micro-batch
+    of its own. Inactive sequences, whose every term of the loss is
     zero, cost no forward pass. All processes get the same number of micro-batches, at least one: who has fewer repeats
-    a sequence that counts for nothing.
+    a unit that counts for nothing.
 
     Args:
         active: `[N]` bool, on the CPU.
@@ -49,29 +50,38 @@ def _by_budget(batch: RolloutBatch, chosen: Tensor, max_tokens: int) -> list[Ten
     prompt_lengths = batch.prompt_lengths.tolist()
     prompt_of_seq = batch.prompt_of_seq.tolist()
     lengths = batch.completion_lengths.tolist()
+    units = batch.units.tolist()
     longest_of_prompt: dict[int, int] = {}
+    members: dict[int, list[int]] = {}
     for i in chosen.tolist():
         prompt = prompt_of_seq[i]
         longest_of_prompt[prompt] = max(longest_of_prompt.get(prompt, 0), prompt_lengths[prompt] + lengths[i])
+        members.setdefault(units[i], []).append(i)
+
+    def cost(unit: list[int], known: set[int]) -> int:
+        new = {prompt_of_seq[i] for i in unit} - known
+        return sum(lengths[i] for i in unit) + sum(prompt_lengths[prompt] for prompt in new)
+
     # Groups stay together: their shared prompt is the larger saving.
-    order = sorted(chosen.tolist(), key=lambda i: (longest_of_prompt[prompt_of_seq[i]], prompt_of_seq[i], lengths[i]))
+    order = sorted(
+        members.values(),
+        key=lambda unit: (longest_of_prompt[prompt_of_seq[unit[0]]], prompt_of_seq[unit[0]], lengths[unit[0]]),
+    )
     parts: list[list[int]] = []
     room, prompts = 0, set[int]()
-    for i in order:
-        prompt = prompt_of_seq[i]
-        cost = lengths[i] + (0 if prompt in prompts else prompt_lengths[prompt])
-        if not parts or cost > room:
+    for unit in order:
+        if not parts or cost(unit, prompts) > room:
             parts.append([])
             room, prompts = max_tokens, set()
-            cost = lengths[i] + prompt_lengths[prompt]
-        parts[-1].append(i)
-        room -= cost
-        prompts.add(prompt)
+        room -= cost(unit, prompts)
+        parts[-1] += unit
+        prompts.update(prompt_of_seq[i] for i in unit)
     return [torch.tensor(piece) for piece in parts]
 
 
 def _counting_for_nothing(batch: RolloutBatch) -> RolloutBatch:
-    """The shortest sequence with an empty loss mask: a forward and backward pass whose gradient is zero."""
-    piece = batch.select(torch.argmin(batch.completion_lengths)[None])
+    """The unit of the shortest sequence with an empty loss mask: a forward and backward pass of zero gradient."""
+    units = batch.units
+    piece = batch.select(torch.nonzero(units == units[torch.argmin(batch.completion_lengths)]).flatten())
     piece.loss_mask = torch.zeros_like(piece.loss_mask)
     return piece

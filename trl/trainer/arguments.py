@@ -50,10 +50,16 @@ class ModelArguments:
 
 
 @dataclass
+class CompletionLengthArguments:
+    """How long completions may be."""
+
+    max_completion_length: int | None = option(512, "Most tokens of one completion.")
+
+
+@dataclass
 class SamplingArguments:
     """How completions are sampled."""
 
-    max_completion_length: int | None = option(512, "Most tokens of one completion.")
     temperature: float = option(1.0, "Sampling temperature. It also divides the logits in training.")
     top_p: float = option(1.0, "Nucleus sampling: keep the fewest tokens that hold this much probability.")
     top_k: int = option(0, "Keep the k most likely tokens; 0 keeps all.")
@@ -101,7 +107,19 @@ class VLLMArguments:
 
 
 @dataclass
-class RolloutArguments:
+class PromptArguments:
+    """How prompts are read, and completions laid out for the model."""
+
+    shuffle_dataset: bool | None = option(True, "Shuffle the prompts.")
+    remove_unused_columns: bool | None = option(False, "Drop dataset columns other than the prompt; rewards lose them.")
+    pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of this where padding is needed.")
+    max_tokens_per_micro_batch: int | None = option(
+        None, "Most tokens of one forward pass; longer batches are split. Not set: `per_device_train_batch_size` rows."
+    )
+
+
+@dataclass
+class GroupArguments:
     """Groups, and how completions are cut into optimizer steps."""
 
     num_generations: int | None = option(8, "Completions per prompt: the group size.")
@@ -109,13 +127,7 @@ class RolloutArguments:
     generation_batch_size: int | None = option(None, "Completions of one generation round, over all processes.")
     steps_per_generation: int | None = option(None, "Micro-steps fed by one generation round.")
     num_iterations: int = option(1, "Optimisation passes over each generated batch.")
-    shuffle_dataset: bool | None = option(True, "Shuffle the prompts.")
-    remove_unused_columns: bool | None = option(False, "Drop dataset columns other than the prompt; rewards lose them.")
-    pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of this where padding is needed.")
     mask_truncated_completions: bool = option(False, "Leave completions that did not end out of the loss.")
-    max_tokens_per_micro_batch: int | None = option(
-        None, "Most tokens of one forward pass; longer batches are split. Not set: `per_device_train_batch_size` rows."
-    )
 
 
 @dataclass
@@ -130,9 +142,15 @@ class ReferenceArguments:
 
 @dataclass
 class RewardArguments:
-    """How rewards become advantages."""
+    """How rewards are added up."""
 
     reward_weights: list[float] | None = option(None, "One weight per reward function. Not set: all 1.")
+
+
+@dataclass
+class AdvantageArguments(RewardArguments):
+    """How rewards become advantages."""
+
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize", "Sum the rewards and normalise, or normalise each reward in its group and sum."
     )
@@ -142,16 +160,22 @@ class RewardArguments:
 
 
 @dataclass
-class PolicyLossArguments:
+class ClipArguments:
+    """How far the policy may move from the one that sampled."""
+
+    epsilon: float = option(0.2, "Lower clip of the policy ratio, and the upper one unless `epsilon_high` is set.")
+    epsilon_high: float | None = option(
+        None, "Upper clip of the policy ratio; for `cispo` the cap of the ratio itself."
+    )
+
+
+@dataclass
+class PolicyLossArguments(ClipArguments):
     """The policy-gradient loss."""
 
     loss_type: LossType = option("dapo", "Which surrogate and which reduction.")
     importance_sampling_level: Literal["token", "sequence"] = option(
         "token", "Policy ratio per token, or one per sequence (GSPO)."
-    )
-    epsilon: float = option(0.2, "Lower clip of the policy ratio, and the upper one unless `epsilon_high` is set.")
-    epsilon_high: float | None = option(
-        None, "Upper clip of the policy ratio; for `cispo` the cap of the ratio itself."
     )
     delta: float | None = option(None, "Upper bound of the unclipped ratio (two-sided clip).")
     sapo_temperature_neg: float = option(1.05, "SAPO: slope for negative advantages.")
@@ -198,19 +222,84 @@ class CompletionLogArguments:
 
 
 @dataclass
-class GRPOArguments(
+class OnlineArguments(
+    CompletionLogArguments, VLLMArguments, SamplingArguments, PromptArguments, ModelArguments, BaseArguments
+):
+    """What the methods share whose model writes its own training data."""
+
+
+@dataclass
+class PolicyGradientArguments(
     SamplerCorrectionArguments,
-    PolicyLossArguments,
+    ClipArguments,
     RewardArguments,
     ReferenceArguments,
-    CompletionLogArguments,
-    VLLMArguments,
-    SamplingArguments,
-    RolloutArguments,
-    ModelArguments,
-    BaseArguments,
+    GroupArguments,
+    CompletionLengthArguments,
+    OnlineArguments,
 ):
+    """What the methods share that reinforce completions by advantages."""
+
+
+@dataclass
+class GRPOArguments(PolicyLossArguments, AdvantageArguments, PolicyGradientArguments):
     """Every option of GRPO that `transformers.TrainingArguments` does not have, or has another default for."""
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
     max_tool_calling_iterations: int | None = option(None, "Most tool turns of one completion. Not set: no limit.")
+
+
+@dataclass
+class RLOOArguments(PolicyGradientArguments):
+    """Every option of RLOO that `transformers.TrainingArguments` does not have, or has another default for."""
+
+    learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
+    num_generations: int | None = option(2, "Completions per prompt: the group size.")
+    beta: float = option(0.05, "Weight of the KL divergence that is taken off the reward; 0 loads no reference model.")
+    normalize_advantages: bool = option(False, "Normalise advantages by their mean and deviation over the batch.")
+    reward_clip_range: tuple[float, float] | None = option(None, "Lowest and highest reward; others are clamped.")
+
+
+@dataclass
+class OnlineDPOArguments(RewardArguments, OnlineArguments):
+    """Every option of Online DPO that `transformers.TrainingArguments` does not have, or has another default for."""
+
+    learning_rate: float = option(5e-7, "Initial learning rate of AdamW.")
+    temperature: float = option(0.9, "Sampling temperature. The loss looks at the policy itself, at temperature 1.")
+    disable_dropout: bool = option(True, "Set every dropout of the policy and the reference model to zero.")
+    vllm_gpu_memory_utilization: float = option(0.55, "Colocate: share of the GPU's memory for vLLM.")
+    beta: float | list[float] = option(
+        0.1, "How strongly the policy is held to the reference; a list has one value per epoch, the last one stays."
+    )
+    loss_type: Literal["sigmoid", "ipo"] = option("sigmoid", "Loss of a pair: that of DPO, or of IPO.")
+    max_new_tokens: int = option(64, "Most tokens of one completion.")
+    max_length: int = option(512, "Most tokens of prompt and completion: longer prompts lose their beginning.")
+    missing_eos_penalty: float | None = option(None, "Taken off the score of a completion that did not end.")
+    reward_model_path: str | None = option(None, "Reward model, a hub id or a local folder, beside `reward_funcs`.")
+
+
+@dataclass
+class DistillationArguments(CompletionLengthArguments, OnlineArguments):
+    """Every option of distillation that `transformers.TrainingArguments` does not have, or has another default for."""
+
+    learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
+    beta: float = option(
+        1.0, "Divergence: 0 is forward KL, 1 reverse KL, between them the generalised Jensen-Shannon divergence."
+    )
+    teacher_model_name_or_path: str | None = option(None, "Teacher: a hub id or a local folder.")
+    teacher_model_revision: str | None = option(None, "Branch, tag or commit of the teacher's repository.")
+    teacher_model_init_kwargs: dict | str | None = option(None, "Arguments of the teacher's `from_pretrained`.")
+    max_tool_calling_iterations: int | None = option(None, "Most tool turns of one completion. Not set: no limit.")
+
+
+@dataclass
+class ServerDistillationArguments(DistillationArguments):
+    """The options of distillation, with a teacher behind `vllm serve`."""
+
+    teacher_model_server_url: str | None = option(None, "URL of the server that has the teacher.")
+    vllm_server_port: int = option(8001, "Server: its port.")
+    loss_top_k: int = option(1, "Forward KL: how many of the teacher's likeliest tokens are compared.")
+    loss_add_tail: bool = option(True, "Compare the probability of all other tokens too, as one.")
+    reverse_kl_top_1_mode: Literal["sampled"] = option(
+        "sampled", "Which token reverse KL compares: the one that was sampled."
+    )

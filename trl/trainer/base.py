@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from trl.errors import ConfigError
+from trl.errors import ConfigError, NotSupportedError
 from trl.generation.dispatch import Processes
 from trl.models.forward import supports_packing
 from trl.models.load import disable_dropout, load_policy, load_tokenizer, use_packed_attention
@@ -165,6 +165,17 @@ def default_output_dir(model: str | PreTrainedModel, method: str) -> str:
     """`<model name>-<method>`."""
     name = model if isinstance(model, str) else model.config._name_or_path or "model"
     return f"{name.rstrip('/').split('/')[-1]}-{method}"
+
+
+def refuse_unsupported(**arguments: Any) -> None:
+    """Raises for an argument of a trainer whose capability this version does not have.
+
+    Raises:
+        NotSupportedError: one of them is given.
+    """
+    for name, value in arguments.items():
+        if value:
+            raise NotSupportedError(f"`{name}` is not supported yet: leave it out.")
 
 
 def column_lists(rows: Sequence[dict[str, Any]], without: Sequence[str]) -> dict[str, list[Any]]:

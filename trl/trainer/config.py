@@ -16,6 +16,7 @@ class TrainerConfig(BaseArguments, TrainingArguments):  # type: ignore[misc]  # 
     _VALID_DICT_FIELDS = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
+        "teacher_model_init_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",
         "transformers_continuous_batching_config",

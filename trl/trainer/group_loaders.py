@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Sampler
 from trl.data.sampling import GroupSampler, SamplerEpochCallback, repeat_iterable_dataset
 from trl.rollout.buffer import RolloutBuffer
 from trl.trainer.base import BaseTrainer
-from trl.trainer.group_batches import check_eval_batch
+from trl.trainer.group_batches import GroupPlan
 from trl.trainer.prompt_datasets import is_stream
 
 
@@ -15,6 +15,11 @@ class GroupLoaders(BaseTrainer):
     """A trainer whose batches are whole groups: each prompt as often as it gets completions."""
 
     buffer: RolloutBuffer
+
+    @property
+    def group_plan(self) -> GroupPlan:
+        """How many completions are asked for at a time."""
+        return self.args.group_plan
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches of the rows of one whole generation round, repeated for every micro-step it feeds."""
@@ -24,17 +29,14 @@ class GroupLoaders(BaseTrainer):
         return self._get_dataloader(
             dataset=dataset,
             description="Training",
-            batch_size=self._train_batch_size * self.args.steps_per_generation,
+            batch_size=self.group_plan.rows,
             sampler_fn=self._get_train_sampler,
             is_training=True,
         )
 
     def _group_plan(self) -> dict[str, int]:
-        return {
-            "group_size": self.args.num_generations,
-            "prompts_per_batch": self.args.generation_batch_size // self.args.num_generations,
-            "repeats": self.buffer.window,
-        }
+        plan = self.group_plan
+        return {"group_size": plan.group_size, "prompts_per_batch": plan.prompts, "repeats": plan.window}
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -46,13 +48,13 @@ class GroupLoaders(BaseTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Batches of whole groups."""
-        check_eval_batch(self.args)
+        self.args.check_evaluation()
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if is_stream(dataset):
-            eval_dataset = repeat_iterable_dataset(dataset, self.args.num_generations_eval, 1)
+            eval_dataset = repeat_iterable_dataset(dataset, self.group_plan.eval_group_size, 1)
         return super().get_eval_dataloader(eval_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler:
-        return GroupSampler(eval_dataset, self.args.num_generations_eval, 1, shuffle=False, seed=0)
+        return GroupSampler(eval_dataset, self.group_plan.eval_group_size, 1, shuffle=False, seed=0)

@@ -1,16 +1,14 @@
 """Group relative policy optimisation (GRPO, arXiv:2402.03300) and the losses that grew out of it."""
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from trl.errors import NotSupportedError
 from trl.functional.advantages import group_relative
 from trl.functional.entropy import EntropyController, top_entropy_threshold
-from trl.functional.importance import off_policy_keep, sampler_correction
+from trl.functional.importance import off_policy_keep
 from trl.functional.policy import (
     POLICY_LOSSES,
     PolicyOptions,
@@ -22,16 +20,15 @@ from trl.functional.policy import (
     vespo,
     vespo_weight,
 )
-from trl.functional.reduce import kl_k3
 from trl.models.forward import TokenLogps
 from trl.rewards.scorer import RewardSource
-from trl.trainer.base import Mode, default_output_dir
+from trl.trainer.base import Mode, default_output_dir, refuse_unsupported
 from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.online import OnlineTrainer
-from trl.types import RolloutBatch, Sampling
+from trl.trainer.policy_gradient import PolicyGradientTrainer
+from trl.types import RolloutBatch
 
 
-class GRPOTrainer(OnlineTrainer):
+class GRPOTrainer(PolicyGradientTrainer):
     """Trains a language model on the rewards of its own completions, relative to those of the same prompt.
 
     Args:
@@ -67,18 +64,14 @@ class GRPOTrainer(OnlineTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ):
-        unsupported = {
-            "quantization_config": quantization_config,
-            "peft_config": peft_config,
-            "tools": tools,
-            "rollout_func": rollout_func,
-            "environment_factory": environment_factory,
-        }
-        for name, value in unsupported.items():
-            if value:
-                raise NotSupportedError(f"`{name}` is not supported yet: leave it out.")
-        if args is None:
-            args = GRPOConfig(output_dir=default_output_dir(model, "GRPO"))
+        refuse_unsupported(
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        args = args or GRPOConfig(output_dir=default_output_dir(model, "GRPO"))
         super().__init__(
             model,
             args,
@@ -100,54 +93,41 @@ class GRPOTrainer(OnlineTrainer):
             low=args.entropy_coef_min,
             high=args.entropy_coef_max,
         )
-        if self.corrects_sampler:
-            _warn_of_truncated_sampling(self.sampling)
-        self.balance_coef = _balance_coef(self.model, args)
         self._step_entropy = torch.zeros(2, dtype=torch.float64)
         self._step_policy_loss: Tensor | float = 0.0
 
     def annotate(self, batch: RolloutBatch, rewards_NF: Tensor, mode: Mode) -> dict[str, list[float]]:
         """Group-relative advantages."""
-        args, metrics = self.args, self.metrics[mode]
-        group_size = args.num_generations if mode == "train" else args.num_generations_eval
-        assert group_size is not None
+        args, plan = self.args, self.group_plan
         assert not isinstance(args.scale_rewards, bool)  # the config made a word of it
         result = group_relative(
             rewards_NF,
             self.scorer.weights.cpu(),
-            group_size,
+            plan.group_size if mode == "train" else plan.eval_group_size,
             scale=args.scale_rewards,
             aggregation=args.multi_objective_aggregation,
         )
         advantages, rewards, stds = map(self.processes.own, (result.advantages, result.rewards, result.group_std))
         batch.advantages = advantages.to(batch.device)
-        scored = ~torch.isnan(rewards)
-        metrics.mean("reward", rewards)
-        metrics.mean("reward_std", stds[scored])
-        metrics.mean("frac_reward_zero_std", (stds[scored] == 0).double())
+        self.record_rewards(rewards, stds, mode)
         return {"advantage": advantages.tolist()}
 
     def finish_slices(self, slices: list[RolloutBatch]) -> None:
-        """Adds the sampler correction and the choice of tokens by entropy."""
-        if self.corrects_sampler:
-            for piece in slices:
-                self._add_correction(piece)
+        """Also adds the choice of tokens by entropy."""
+        super().finish_slices(slices)
         if self.args.top_entropy_quantile < 1.0:
             self._choose_by_entropy(slices)
 
-    def active_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Sequences without advantage add nothing, unless a term beside the surrogate does."""
-        active = super().active_sequences(batch)
-        if self.args.beta or self.args.entropy_coef or self.args.use_adaptive_entropy or self.balance_coef:
-            return active
-        assert batch.advantages is not None
-        return active & (batch.advantages.cpu() != 0)
+    @property
+    def loss_beside_advantages(self) -> bool:
+        """The KL penalty and the entropy bonus."""
+        return bool(self.args.beta or self.args.entropy_coef or self.args.use_adaptive_entropy)
 
     def loss(self, model: nn.Module, batch: RolloutBatch, mode: Mode) -> Tensor:
         """The policy loss, the KL penalty, the entropy bonus and the balance loss of a micro-batch."""
         args, norm = self.args, batch.norm
         assert norm is not None
-        out = self.token_logps(model, batch, **({"with_aux_loss": True} if self.balance_coef else {}))
+        out = self.forward_logps(model, batch)
         tokens = self._policy_tokens(out, batch)
         keep = self._kept_tokens(out, batch, tokens)
         terms = policy_terms(
@@ -164,10 +144,7 @@ class GRPOTrainer(OnlineTrainer):
         if coef := self.active_entropy_coef:
             counted = tokens.mask if keep is None else tokens.mask * keep
             loss = loss - coef * (out.entropies * counted).sum() / max(norm.tokens, 1)
-        if out.aux_loss is not None:
-            share = batch.num_sequences / norm.sequences
-            loss = loss + self.balance_coef * out.aux_loss * share
-            self.metrics[mode].mean("aux_loss", out.aux_loss)
+        loss = self.with_balance_loss(loss, out, batch, mode)
         self._record(out, batch, tokens, mode)
         if mode == "train":
             self._step_policy_loss += policy_loss.detach().cpu()
@@ -177,21 +154,6 @@ class GRPOTrainer(OnlineTrainer):
     def active_entropy_coef(self) -> float:
         """The weight of the entropy bonus now."""
         return self.entropy_controller.active_coef if self.args.use_adaptive_entropy else self.args.entropy_coef
-
-    @property
-    def corrects_sampler(self) -> bool:
-        """Whether an engine of its own sampled, whose log-probs may differ from the trainer's."""
-        return self.engine.own_weights and self.args.vllm_importance_sampling_correction
-
-    @property
-    def needs_sampling_logps(self) -> bool:
-        """The correction compares them with the trainer's."""
-        return self.corrects_sampler
-
-    @property
-    def on_policy(self) -> bool:
-        """Also off-policy: where the log-probs or entropies at roll-out time are needed for something else."""
-        return super().on_policy and not self.corrects_sampler
 
     def on_gradients_complete(self) -> None:
         """Records the loss without the entropy bonus, and steers the weight of that."""
@@ -250,28 +212,6 @@ class GRPOTrainer(OnlineTrainer):
             keep = batch.in_top_entropy if keep is None else keep & batch.in_top_entropy
         return keep
 
-    def _add_correction(self, batch: RolloutBatch) -> None:
-        args, metrics, mask = self.args, self.metrics["train"], batch.loss_mask
-        assert batch.old_logps is not None
-        assert batch.sampling_logps is not None
-        batch.correction = sampler_correction(
-            batch.old_logps,
-            batch.sampling_logps,
-            mask,
-            batch.seq_of_token,
-            batch.num_sequences,
-            mode=args.vllm_importance_sampling_mode,
-            clip_min=args.vllm_importance_sampling_clip_min,
-            clip_max=args.vllm_importance_sampling_clip_max,
-        )
-        difference = (batch.old_logps - batch.sampling_logps)[mask].abs()
-        ratio = batch.correction[mask]
-        metrics.mean("sampling/sampling_logp_difference/mean", difference)
-        metrics.bound("sampling/sampling_logp_difference/max", "max", difference)
-        metrics.mean("sampling/importance_sampling_ratio/mean", ratio)
-        metrics.bound("sampling/importance_sampling_ratio/min", "min", ratio)
-        metrics.bound("sampling/importance_sampling_ratio/max", "max", ratio)
-
     def _choose_by_entropy(self, slices: list[RolloutBatch]) -> None:
         """Marks the tokens of highest entropy among those of all processes; no cut into micro-batches matters."""
         entropies = [self.frozen_logps(self.model, piece).entropies for piece in slices]
@@ -283,52 +223,14 @@ class GRPOTrainer(OnlineTrainer):
     @torch.no_grad()
     def _record(self, out: TokenLogps, batch: RolloutBatch, tokens: PolicyTokens, mode: Mode) -> None:
         metrics, mask = self.metrics[mode], batch.loss_mask
-        counted = tokens.mask.sum()
-        entropy = (out.entropies * tokens.mask).sum()
-        metrics.ratio("entropy", entropy, counted)
+        self.record_tokens(out, batch, mode)
         if mode == "train":
-            self._step_entropy += torch.stack([entropy, counted]).double().cpu()
-        if batch.ref_logps is not None:
-            metrics.ratio("kl", (kl_k3(out.logps, batch.ref_logps) * tokens.mask).sum(), counted)
+            self._step_entropy += torch.stack([(out.entropies * mask).sum(), mask.sum()]).double().cpu()
         surrogate = POLICY_LOSSES[self.args.loss_type][0]
         if surrogate is clipped:
-            self._record_clipping(tokens, mask, mode)
+            self.record_clipping(tokens.ratio[mask], tokens.advantages[mask], mode)
         elif surrogate is cispo:
             capped = (tokens.ratio > self.policy_options.high) & (tokens.advantages > 0)
             metrics.mean("cispo_clip_ratio", capped[mask].double())
         elif surrogate is vespo:
             metrics.mean("vespo/phi_seq_mean", vespo_weight(tokens, self.policy_options))
-
-    def _record_clipping(self, tokens: PolicyTokens, mask: Tensor, mode: Mode) -> None:
-        """Share of loss tokens at the bounds; minimum and maximum are over sequences' shares of a micro-batch."""
-        metrics, options = self.metrics[mode], self.policy_options
-        low = (tokens.ratio < 1 - options.epsilon) & (tokens.advantages < 0)
-        high = (tokens.ratio > 1 + options.high) & (tokens.advantages > 0)
-        for name, hit in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
-            metrics.mean(f"clip_ratio/{name}", hit[mask].double())
-        # The mean over no token is NaN, which does not count.
-        metrics.bound("clip_ratio/low_min", "min", low[mask].double().mean())
-        metrics.bound("clip_ratio/high_max", "max", high[mask].double().mean())
-
-
-def _warn_of_truncated_sampling(sampling: Sampling) -> None:
-    """The sampler's log-probs are those after truncation, the trainer's of the whole distribution."""
-    given = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    if cut := {name: value for name, value in given.items() if value not in (neutral[name], 0.0)}:
-        settings = ", ".join(f"`{name}={value}`" for name, value in cut.items())
-        warnings.warn(
-            f"With {settings} the sampler's probabilities are those of the tokens that were left, the trainer's those "
-            "of all: the importance ratio is off by what was cut away. Leave the truncation out, or set "
-            "`vllm_importance_sampling_correction=False`.",
-            stacklevel=4,
-        )
-
-
-def _balance_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
-    """The weight of a mixture-of-experts model's balance loss; 0 for other models."""
-    config = model.config.get_text_config().to_dict()
-    if "router_aux_loss_coef" not in config:
-        return 0.0
-    given = args.router_aux_loss_coef
-    return float(config["router_aux_loss_coef"] if given is None else given)

@@ -20,28 +20,27 @@ from trl.models.planner import (
     explain_out_of_memory,
     plan,
 )
-from trl.trainer.group_batches import rows_of_process
 
 logger = logging.getLogger(__name__)
 
 
 def plan_of(
-    args: Any, policy: PreTrainedModel, prompt_tokens: int, *, reference: bool, total_bytes: int
+    args: Any, policy: PreTrainedModel, prompt_tokens: int, *, frozen_bytes: int, total_bytes: int
 ) -> MemoryPlan | None:
     """The plan of an online method with this config; None for a model whose config has not the sizes it needs.
 
     Args:
         prompt_tokens: of the longest prompt.
-        reference: whether there is a reference model.
+        frozen_bytes: weights of the reference model, or of a teacher.
         total_bytes: of the GPU.
     """
     try:
         size = ModelSize.of(policy, getattr(torch, compute_dtype(args, policy)))
-        engine = engine_size(args, policy, max(rows_of_process(args).values()))
+        engine = engine_size(args, policy, max(args.group_plan.rows, args.group_plan.eval_rows))
     except (AttributeError, TypeError) as error:
         logger.info("No memory plan for %s: %s", type(policy).__name__, error)
         return None
-    training = TrainingSize.of(args, policy, prompt_tokens=prompt_tokens, reference=reference)
+    training = TrainingSize.of(args, policy, prompt_tokens=prompt_tokens, frozen_bytes=frozen_bytes)
     return plan(size, training, engine, total_bytes)
 
 

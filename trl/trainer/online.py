@@ -1,14 +1,14 @@
 """The trainer of online methods: prompts in, completions sampled, scored and trained on.
 
-A method brings two hooks: `annotate` (what the scores mean for each sequence) and `loss` (what a micro-batch adds).
+A method brings two hooks: `score` (what becomes of the completions before training) and `loss` (what a micro-batch
+adds).
 """
 
 import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,39 +16,47 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from trl.data.chat import decode_completions, encode_prompt
-from trl.errors import ConfigError
 from trl.generation.build import build_engine, check_engine
-from trl.models.forward import TokenLogps, token_logps
+from trl.models.forward import TokenLogps, supports_packing, token_logps
 from trl.models.load import compute_dtype, end_of_sequence_ids
 from trl.models.planner import MemoryPlan, gpu_memory
 from trl.models.reference import frozen_copy
-from trl.rewards.scorer import RewardScorer, RewardSource
 from trl.rollout.buffer import RolloutBuffer
 from trl.rollout.collate import collate
 from trl.rollout.micro_batch import group_order, pieces, split
 from trl.rollout.normalizers import step_normalizers
 from trl.rollout.single_turn import roll_out
 from trl.trainer import completions as tables
-from trl.trainer.base import Mode, column_lists, log_prefix, mode_of
-from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.base import Mode, log_prefix, mode_of
 from trl.trainer.completions import CompletionTable
 from trl.trainer.engine_weights import EngineWeights
-from trl.trainer.group_batches import rows_of_process
 from trl.trainer.group_loaders import GroupLoaders
 from trl.trainer.memory import MemoryGuard, plan_of
 from trl.trainer.metrics import from_all_processes
-from trl.trainer.prompt_datasets import (
-    ROW_COLUMNS,
-    check_prompt_datasets,
-    extra_columns,
-    is_stream,
-    settings_for_streams,
-)
+from trl.trainer.prompt_datasets import check_prompt_datasets, is_stream, settings_for_streams
 from trl.trainer.sampling_options import sampling_of
 from trl.types import Normalizer, Rollout, RolloutBatch
 
 Rows = Sequence[dict[str, Any]]
-REFERENCE_FILE = "reference_model.pt"
+
+
+@dataclass(slots=True)
+class Samples:
+    """The completions of one round, row by row.
+
+    Attributes:
+        rows: of the dataset.
+        prompts: of the rows.
+        texts: the completions as reward functions see them: strings or messages.
+        rollouts: the completions as token ids.
+        logged: further columns for the table of completions.
+    """
+
+    rows: Rows
+    prompts: Sequence[Any]
+    texts: Sequence[Any]
+    rollouts: Sequence[Rollout]
+    logged: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class OnlineTrainer(GroupLoaders):
@@ -59,8 +67,6 @@ class OnlineTrainer(GroupLoaders):
         model: str | PreTrainedModel,
         args: Any,
         *,
-        reward_funcs: RewardSource | list[RewardSource] | None,
-        reward_processing_classes: Any,
         processing_class: PreTrainedTokenizerBase | None,
         train_dataset: Any,
         eval_dataset: Any,
@@ -69,9 +75,6 @@ class OnlineTrainer(GroupLoaders):
     ):
         check_prompt_datasets(train_dataset, eval_dataset)
         check_engine(args)
-        scorer = _scorer_of(reward_funcs, reward_processing_classes, args)
-        for columns in extra_columns(train_dataset, eval_dataset):
-            scorer.check(columns)
         if is_stream(train_dataset):
             settings_for_streams(args)
         super().__init__(
@@ -85,11 +88,12 @@ class OnlineTrainer(GroupLoaders):
         )
         policy = self.accelerator.unwrap_model(self.model)
         tokenizer = self.processing_class
-        self.scorer = scorer.to(self.accelerator.device)
         self.sampling = sampling_of(args)
-        self.ref_model = self._make_reference(policy)
+        self.ref_model: PreTrainedModel | None = None
+        self.prepare_models(policy)
+        self.reference_packed = self.ref_model is not None and supports_packing(self.ref_model)
         eos_ids = end_of_sequence_ids(policy, tokenizer)
-        rows = rows_of_process(args)
+        plan = self.group_plan
         self.memory = MemoryGuard(self._memory_plan(policy))
         self.engine = build_engine(
             args,
@@ -100,7 +104,7 @@ class OnlineTrainer(GroupLoaders):
             shared_prompts=self.packed,
             autocast=self.compute_loss_context_manager,
             dtype=compute_dtype(args, policy),
-            sequences=max(rows.values()),
+            sequences=max(plan.rows, plan.eval_rows),
         )
         self.engine_weights = EngineWeights(
             self.engine,
@@ -111,43 +115,41 @@ class OnlineTrainer(GroupLoaders):
             score=lambda batch: self.frozen_logps(policy, batch, temperature=1.0).logps,
             compute_dtype=compute_dtype(args, policy),
         )
-        self.buffer = RolloutBuffer(args.steps_per_generation, args.num_iterations)
-        step_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.buffer = RolloutBuffer(plan.steps_per_generation, plan.num_iterations)
+        step_rows = plan.micro_step_rows * args.gradient_accumulation_steps
         self.completion_tables: dict[Mode, CompletionTable] = {
-            "train": CompletionTable(max(rows["train"], step_rows)),
-            "eval": CompletionTable(max(*rows.values(), step_rows)),
+            "train": CompletionTable(max(plan.rows, step_rows)),
+            "eval": CompletionTable(max(plan.rows, plan.eval_rows, step_rows)),
         }
         self._resumed_state: dict[str, Any] | None = None
         self._step_seconds = 0.0
-        self._warned_unscorable = False
         self.add_callback(_StartOfTraining(self))
         # Ranks draw different samples: what made them equal so far was for the weights' initialisation.
         torch.manual_seed(args.seed + self.accelerator.process_index)
 
     # ---- what a method brings ----
 
-    @abstractmethod
-    def annotate(self, batch: RolloutBatch, rewards_NF: Tensor, mode: Mode) -> dict[str, list[float]]:
-        """Sets what the loss needs of the scores, e.g. `batch.advantages`; returns columns for the completions table.
+    def score(self, batch: RolloutBatch, samples: Samples, mode: Mode) -> dict[str, list[Any]]:
+        """Sets what the loss needs to know of the completions; returns columns for the table of completions.
 
         Args:
-            batch: this process's sequences.
-            rewards_NF: the rewards of all processes' sequences, in their order, on the CPU.
+            batch: this process's sequences, in the order of `samples`.
         """
+        return {}
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: RolloutBatch, mode: Mode) -> Tensor:
         """Scalar: what this micro-batch adds to the loss of the optimizer step."""
 
     @property
-    def reference_needed(self) -> bool:
-        """Whether the loss looks at a reference model."""
-        return self.args.beta != 0.0
-
-    @property
     def needs_sampling_logps(self) -> bool:
         """Whether the engine's log-probs are looked at: they cost it time."""
         return False
+
+    @property
+    def loss_temperature(self) -> float:
+        """What divides the logits in the loss: as in sampling, unless the method has it otherwise."""
+        return self.sampling.temperature or 1.0
 
     def active_sequences(self, batch: RolloutBatch) -> Tensor:
         """`[N]` bool, on the CPU: sequences with a term of the loss that is not zero."""
@@ -159,25 +161,23 @@ class OnlineTrainer(GroupLoaders):
     # ---- one step ----
 
     def collect(self, rows: Rows, mode: Mode = "train") -> RolloutBatch:
-        """One batch of completions, sampled, scored, annotated and recorded."""
+        """One batch of completions, sampled, scored and recorded."""
         prompts, step = [row["prompt"] for row in rows], self.state.global_step
         sampling = replace(self.sampling, with_logps=self.needs_sampling_logps)
         with self.memory.phase("generate"):
             self.engine_weights.bring_up_to_date(step)
-            rollouts = roll_out(self._encode(prompts), self.engine, sampling)
+            rollouts = roll_out(self.encode(prompts), self.engine, sampling)
             self.engine_weights.compare(rollouts, step)
         self.engine_weights.rest()
-        batch = collate(rollouts, self.accelerator.device, mask_truncated=self.args.mask_truncated_completions)
+        batch = collate(rollouts, self.accelerator.device)
         texts = decode_completions([r.completion.token_ids for r in rollouts], prompts, self.processing_class)
-        logged: dict[str, list[Any]] = {}
-        own_rewards = self._score(rows, prompts, texts, rollouts, logged, mode)
-        columns = self.annotate(batch, self.processes.gather(own_rewards).cpu(), mode)
+        samples = Samples(rows, prompts, texts, rollouts)
+        columns = self.score(batch, samples, mode)
         tokens = tables.record_lengths(self.metrics[mode], rollouts)
         if mode == "train":
             self.state.num_input_tokens_seen += int(self.processes.total(torch.tensor([tokens]))[0])
-        rewards = {name: own_rewards[:, i].tolist() for i, name in enumerate(self.scorer.names)}
-        table = {"prompt": prompts, "completion": texts, **rewards, **columns}
-        self.completion_tables[mode].extend(step, table, logged)
+        table = {"prompt": prompts, "completion": texts, **columns}
+        self.completion_tables[mode].extend(step, table, samples.logged)
         return batch
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ class OnlineTrainer(GroupLoaders):
         batch = self._in_short_step(self._prepare_inputs(inputs))
         active = self.active_sequences(batch)
         if not active.any():
-            active[0] = True  # a zero gradient is not the same as none: momentum moves on
+            active = batch.units == batch.units[0]  # a zero gradient is not the same as none: momentum moves on
         micro_batches = split(batch, active, self.args.max_tokens_per_micro_batch, self.processes.largest)
         total = torch.zeros((), device=self.accelerator.device)
         for i, micro_batch in enumerate(micro_batches):
@@ -220,7 +220,7 @@ class OnlineTrainer(GroupLoaders):
     ) -> tuple[Tensor, None, None]:
         """The loss of freshly sampled completions for these rows."""
         batch = self.collect(inputs, "eval")
-        self._add_frozen_logps(batch, old=False)
+        self.add_frozen_logps(batch, old=False)
         batch.norm = self._normalizers([batch], accumulation=1)[0]
         with self.memory.phase("score"), torch.no_grad(), self.compute_loss_context_manager():
             loss = self.loss(model, batch, "eval").detach()
@@ -231,13 +231,14 @@ class OnlineTrainer(GroupLoaders):
     def _generation_batch(self, rows: Rows) -> list[RolloutBatch]:
         """The slices of a new generation batch, one per micro-step, with everything the loss needs."""
         batch = self.collect(rows)
-        if self.args.steps_per_generation > 1:
+        count = self.group_plan.steps_per_generation
+        if count > 1:
             batch = batch.select(group_order(batch))
-        slices = batch.split(torch.arange(batch.num_sequences).chunk(self.args.steps_per_generation))
+        slices = batch.split(torch.arange(batch.num_sequences).chunk(count))
         norms = self._normalizers(slices, self.args.gradient_accumulation_steps)
         for piece, norm in zip(slices, norms, strict=True):
             piece.norm = norm
-            self._add_frozen_logps(piece, old=not self.on_policy)
+            self.add_frozen_logps(piece, old=not self.on_policy)
         self.finish_slices(slices)
         return slices
 
@@ -260,11 +261,11 @@ class OnlineTrainer(GroupLoaders):
         tokens, sequences = (self.processes.total(counts) / self.processes.count).unbind(1)
         return step_normalizers(tokens.tolist(), sequences.tolist(), accumulation, self.sampling.max_tokens)
 
-    def _add_frozen_logps(self, batch: RolloutBatch, old: bool) -> None:
-        """Adds the old and the reference log-probs, where the loss needs them."""
-        if old:
+    def add_frozen_logps(self, batch: RolloutBatch, old: bool) -> None:
+        """Adds the old and the reference log-probs, where the loss needs them and they are not there yet."""
+        if old and batch.old_logps is None:
             batch.old_logps = self.frozen_logps(self.model, batch).logps
-        if self.ref_model is not None:
+        if self.ref_model is not None and batch.ref_logps is None:
             batch.ref_logps = self.frozen_logps(self.ref_model, batch).logps
 
     def frozen_logps(self, model: nn.Module, batch: RolloutBatch, **options: Any) -> TokenLogps:
@@ -284,12 +285,13 @@ class OnlineTrainer(GroupLoaders):
 
     def token_logps(self, model: nn.Module, batch: RolloutBatch, **options: Any) -> TokenLogps:
         """`models.forward.token_logps` with this run's settings."""
-        settings = {"temperature": self.sampling.temperature or 1.0, "packed": self.packed}
+        packed = self.reference_packed if model is self.ref_model else self.packed
+        settings = {"temperature": self.loss_temperature, "packed": packed}
         return token_logps(model, batch, **{**settings, "fp32_head": self.args.cast_lm_head_to_fp32, **options})
 
     # ---- its parts ----
 
-    def _encode(self, prompts: Sequence[Any]) -> list[list[int]]:
+    def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Token ids of each row's prompt; rows of a group are encoded once."""
         kwargs = self.args.chat_template_kwargs
         encoded: list[list[int]] = []
@@ -299,38 +301,6 @@ class OnlineTrainer(GroupLoaders):
                 encoded[-1] if same else encode_prompt(prompt, self.processing_class, chat_template_kwargs=kwargs)
             )
         return encoded
-
-    def _score(
-        self,
-        rows: Rows,
-        prompts: Sequence[Any],
-        texts: Sequence[Any],
-        rollouts: Sequence[Rollout],
-        logged: dict[str, list[Any]],
-        mode: Mode,
-    ) -> Tensor:
-        """Rewards of this process's rows, `[N, F]`; their statistics are recorded."""
-        rewards_NF = self.scorer.score(
-            prompts,
-            texts,
-            [r.completion.token_ids for r in rollouts],
-            column_lists(rows, without=ROW_COLUMNS),
-            trainer_state=self.state,
-            log_extra=logged.__setitem__,
-            log_metric=self.user_metrics[mode].mean,
-        )
-        for i, name in enumerate(self.scorer.names):
-            self.metrics[mode].mean(f"rewards/{name}/mean", rewards_NF[:, i])
-            self.metrics[mode].std(f"rewards/{name}/std", rewards_NF[:, i])
-        unscorable = torch.isnan(rewards_NF).all(1)
-        if unscorable.any() and not self._warned_unscorable:
-            self._warned_unscorable = True
-            warnings.warn(
-                f"No reward function scored {int(unscorable.sum())} of {len(rows)} completions: they stay out of the "
-                "group statistics and get no advantage.",
-                stacklevel=2,
-            )
-        return rewards_NF
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Logs with the metrics gathered, the token count, and the table of completions."""
@@ -354,17 +324,23 @@ class OnlineTrainer(GroupLoaders):
         dataset = self.train_dataset
         # Some prompts of all over the dataset stand for the rest.
         some = [] if is_stream(dataset) else [dataset[i] for i in range(0, len(dataset), len(dataset) // 64 + 1)]
-        longest = max(map(len, self._encode([row["prompt"] for row in some])), default=0)
+        longest = max(map(len, self.encode([row["prompt"] for row in some])), default=0)
         total = gpu_memory(self.accelerator.device)[1]
-        return plan_of(self.args, policy, longest, reference=self.ref_model is not None, total_bytes=total)
+        frozen = sum(p.numel() * p.element_size() for model in self.frozen_models for p in model.parameters())
+        return plan_of(self.args, policy, longest, frozen_bytes=frozen, total_bytes=total)
 
-    def _make_reference(self, policy: PreTrainedModel) -> PreTrainedModel | None:
-        if not self.reference_needed:
-            return None
-        reference = frozen_copy(policy).to(self.accelerator.device)
-        if self.args.sync_ref_model:
-            self.add_callback(SyncRefModelCallback(reference, self.accelerator))
-        return reference
+    def prepare_models(self, policy: PreTrainedModel) -> None:
+        """Makes and places the models beside the policy, before an engine takes its share of the memory."""
+        self.ref_model = self.make_reference(policy)
+
+    def make_reference(self, policy: PreTrainedModel) -> PreTrainedModel | None:
+        """The reference model: a copy of the policy as it is now, where the loss needs one."""
+        return frozen_copy(policy).to(self.accelerator.device) if self.args.needs_reference else None
+
+    @property
+    def frozen_models(self) -> list[PreTrainedModel]:
+        """The models beside the policy that the loss looks at."""
+        return [] if self.ref_model is None else [self.ref_model]
 
     # ---- what a checkpoint holds ----
 
@@ -375,16 +351,6 @@ class OnlineTrainer(GroupLoaders):
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Continues inside the generation window."""
         self.buffer.load_state_dict(state["buffer"], self.accelerator.device)
-
-    def save_shared_state(self, folder: Path) -> None:
-        """The reference model, where it moves."""
-        if self.args.sync_ref_model and self.ref_model is not None:
-            torch.save(self.ref_model.state_dict(), folder / REFERENCE_FILE)
-
-    def load_shared_state(self, folder: Path) -> None:
-        """The reference model as it was."""
-        if self.args.sync_ref_model and self.ref_model is not None and (folder / REFERENCE_FILE).is_file():
-            self.ref_model.load_state_dict(torch.load(folder / REFERENCE_FILE, map_location="cpu", weights_only=True))
 
     def start_training(self) -> None:
         """Sets the generation window to where training starts or goes on."""
@@ -412,15 +378,3 @@ class _StartOfTraining(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The best checkpoint may have been loaded.
         self._trainer.engine_weights.forget()
-
-
-def _scorer_of(reward_funcs: Any, reward_processing_classes: Any, args: Any) -> RewardScorer:
-    if reward_funcs is None:
-        raise ConfigError("`reward_funcs` is missing: pass at least one reward function or reward model.")
-    return RewardScorer(
-        reward_funcs,
-        reward_weights=args.reward_weights,
-        reward_processing_classes=reward_processing_classes,
-        model_init_kwargs=args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else None,
-        trust_remote_code=args.trust_remote_code,
-    )

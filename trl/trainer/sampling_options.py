@@ -7,12 +7,12 @@ from trl.types import Sampling
 
 
 def sampling_of(args: Any) -> Sampling:
-    """The sampling of these arguments (`trl.trainer.arguments.SamplingArguments`).
+    """The sampling of these arguments (`trl.trainer.arguments.SamplingArguments`) of an online method.
 
     What `generation_kwargs` overrides is moved to its field, because it holds for the loss too.
     """
     sampling = Sampling(
-        max_tokens=args.max_completion_length,
+        max_tokens=args.longest_completion,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,

@@ -1,0 +1,60 @@
+"""Configurations of `DistillationTrainer` and `ServerDistillationTrainer`."""
+
+from dataclasses import dataclass
+
+from trl.errors import ConfigError
+from trl.trainer.arguments import DistillationArguments, ServerDistillationArguments
+from trl.trainer.group_batches import GroupPlan, plan_of_prompts
+from trl.trainer.online_config import OnlineConfig
+
+
+@dataclass
+class DistillationConfig(DistillationArguments, OnlineConfig):  # type: ignore[misc]  # see `TrainerConfig`
+    """Options of `DistillationTrainer`: those of `trl.trainer.arguments.DistillationArguments` and of
+    `transformers.TrainingArguments`. Batch sizes count prompts; each gets one completion.
+
+    Raises:
+        ConfigError: settings that cannot work together.
+        NotSupportedError: an option whose capability this version does not have.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.beta <= 1.0:
+            raise ConfigError(f"`beta` is between 0 (forward KL) and 1 (reverse KL) (got {self.beta}).")
+
+    @property
+    def group_plan(self) -> GroupPlan:
+        """One completion of each prompt."""
+        return plan_of_prompts(self, group_size=1)
+
+
+@dataclass
+class ServerDistillationConfig(ServerDistillationArguments, DistillationConfig):  # type: ignore[misc]
+    """Options of `ServerDistillationTrainer`: those of `trl.trainer.arguments.ServerDistillationArguments` and of
+    `transformers.TrainingArguments`. Batch sizes count prompts; each gets one completion.
+
+    Raises:
+        ConfigError: settings that cannot work together.
+        NotSupportedError: an option whose capability this version does not have.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher_model_server_url is None:
+            raise ConfigError("`teacher_model_server_url` is missing: set it to the URL of the teacher's `vllm serve`.")
+        for name in ("teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs"):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(f"`{name}={value!r}` is for a teacher in this process: leave it out.")
+        if self.loss_top_k < 1:
+            raise ConfigError(f"`loss_top_k` must be at least 1 (got {self.loss_top_k}).")
+        if self.beta > 0.0 and self.loss_top_k != 1:
+            raise ConfigError(
+                f"With `beta` above 0 the loss looks at the sampled token, and at the teacher's likeliest: set "
+                f"`loss_top_k` to 1 (got {self.loss_top_k}), or `beta` to 0 (got {self.beta})."
+            )
+        if self.reverse_kl_top_1_mode != "sampled":
+            raise ConfigError(
+                f"`reverse_kl_top_1_mode` can only be 'sampled' (got {self.reverse_kl_top_1_mode!r}): at the student's "
+                "likeliest token a server cannot tell the teacher's probability."
+            )
