@@ -57,8 +57,8 @@ def words(options: dict[str, str]) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", *value.split())]
 
 
-def findings(options: dict[str, str]) -> list[Finding]:
-    found = list(examine(parse("grpo", words(options))))
+def findings(options: dict[str, str], method: str = "grpo") -> list[Finding]:
+    found = list(examine(parse(method, words(options))))
     for finding in found:
         # Whatever else it tests: a failure comes with what mends it, and nothing else asks to be mended.
         assert bool(finding.repair) == (finding.verdict in ("fail", "warn")), finding
@@ -321,6 +321,123 @@ def test_the_backend_has_to_fit_where_both_run(
     found = [f for f in server_settings(replace(FACTS, backend=backend), args) if f.subject == "placement"]
     assert [f.verdict for f in found] == ([] if repair is None else ["fail"])
     assert all(str(repair) in f.repair for f in found)
+
+
+# ---- a teacher behind a server ----
+
+TEACHER_ROWS = ["teacher version", "teacher log-probs", "teacher context", "teacher vocabulary"]
+
+
+@pytest.fixture
+def distillation(options: dict[str, str]) -> Callable[..., list[Finding]]:
+    """The findings about a distillation from this teacher, by forward KL over two tokens, with prompts of two."""
+
+    def look(url: str, **changes: str) -> list[Finding]:
+        settings = options | {"teacher_model_server_url": url, "beta": "0.0", "loss_top_k": "2"}
+        del settings["reward_funcs"]
+        return findings(settings | changes, "server-distillation")
+
+    return look
+
+
+@pytest.mark.parametrize("dev_mode", [True, False])
+def test_a_teacher_needs_no_more_than_log_probs(distillation: Callable[..., list[Finding]], dev_mode: bool) -> None:
+    """Neither weight transfer nor dev mode, nor another cap than vLLM's own, for as few tokens as these."""
+    with good_server(dev_mode=dev_mode, backend=None, logprobs_mode="raw_logprobs", max_logprobs=20) as server:
+        found = distillation(server.url)
+    assert failed(found) == []
+    assert "rewards" not in [f.subject for f in found]
+    assert [f.subject for f in found[-5:]] == [f"teacher {server.url}", *TEACHER_ROWS]
+    assert {f.verdict for f in found[-5:]} == {"ok"}
+    assert of("teacher context", found).detail == "64 tokens; prompt, completion and one more may have 19"
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "detail", "repair"),
+    [
+        ({"max_logprobs": 20}, "teacher log-probs", "at most 20", "vllm serve TEACHER … --max-logprobs -1"),
+        (
+            {"max_logprobs": 20, "dev_mode": False},
+            "teacher log-probs",
+            "greater than max allowed: 20",
+            "vllm serve TEACHER … --max-logprobs -1",
+        ),
+        ({"logprobs_mode": "raw_logits"}, "teacher log-probs", "logits", "--logprobs-mode processed_logprobs"),
+        ({"max_model_len": 18}, "teacher context", "18 tokens; prompt, completion and one more may have 19", "19"),
+        ({"vocab_size": 63, "max_logprobs": 21}, "teacher vocabulary", "smaller than the student's 64", "same family"),
+        ({"version": "0.34"}, "teacher version", "0.34.0", "vllm_allow_unsupported_version"),
+    ],
+)
+def test_each_mistake_of_a_teacher_is_found_and_is_the_only_one(
+    distillation: Callable[..., list[Finding]], changes: dict[str, Any], subject: str, detail: str, repair: str
+) -> None:
+    with good_server(**changes) as server:
+        found = distillation(server.url, loss_top_k="21")
+    assert failed(found) == [subject]
+    finding = of(subject, found)
+    assert detail in finding.detail
+    assert repair in finding.repair
+
+
+def test_the_flag_for_a_teacher_can_be_copied(distillation: Callable[..., list[Finding]]) -> None:
+    with good_server(max_logprobs=20) as server:
+        finding = of("teacher log-probs", distillation(server.url, loss_top_k="21"))
+        assert (
+            finding.detail == f"The teacher {server.url} gives at most 20 log-probs per token, and `loss_top_k` is 21"
+        )
+    assert finding.repair == "vllm serve TEACHER … --max-logprobs -1"
+
+
+def test_a_teacher_with_more_ids_is_only_suspicious(distillation: Callable[..., list[Finding]]) -> None:
+    """Families pad their vocabularies to different sizes."""
+    with good_server(vocab_size=70, weights=larger_head(70)) as server:
+        found = distillation(server.url)
+    assert failed(found) == []
+    finding = of("teacher vocabulary", found)
+    assert (finding.verdict, finding.detail) == ("warn", "the teacher's is larger than the student's 64")
+
+
+def test_nobody_teaches(distillation: Callable[..., list[Finding]]) -> None:
+    url = stopped_server()
+    found = distillation(url)
+    assert found[-1] == Finding(f"teacher {url}", "fail", "nobody answers", "vllm serve TEACHER --max-logprobs -1")
+
+
+def test_a_teacher_that_fails_is_a_failure(distillation: Callable[..., list[Finding]]) -> None:
+    with good_server(faults={"/v1/completions": Fault("status", "out of order")}) as server:
+        found = distillation(server.url)
+    assert failed(found) == [f"teacher {server.url}"]
+    assert "answered 500: out of order" in found[-1].detail
+
+
+def test_a_teacher_has_a_url(distillation: Callable[..., list[Finding]]) -> None:
+    finding = of("teacher", distillation("127.0.0.1:8001"))
+    assert (finding.verdict, "http://" in finding.repair) == ("fail", True)
+
+
+def test_the_policys_server_and_the_teachers_are_both_looked_at(distillation: Callable[..., list[Finding]]) -> None:
+    """A cap suffices for the policy's."""
+    with good_server() as teacher, good_server(max_logprobs=20) as policy:
+        found = distillation(teacher.url, use_vllm="true", vllm_mode="server", vllm_server_base_url=policy.url)
+        assert [c.body for c in policy.of("/v1/completions") if c.body.get("prompt_logprobs")] == []
+    assert failed(found) == []
+    assert [f.subject for f in found[-14:]] == [
+        f"server {policy.url}",
+        *SERVER_ROWS,
+        f"teacher {teacher.url}",
+        *TEACHER_ROWS,
+    ]
+    assert of("log-prob cap", found).verdict == "warn"
+
+
+def test_without_the_model_the_teachers_vocabulary_is_left_out(
+    options: dict[str, str], distillation: Callable[..., list[Finding]]
+) -> None:
+    del options["model_name_or_path"]
+    with good_server() as server:
+        found = distillation(server.url)
+    assert failed(found) == ["model"]
+    assert found[-1] == Finding("teacher context", "ok", "64 tokens; prompt, completion and one more may have 18")
 
 
 # ---- the command ----

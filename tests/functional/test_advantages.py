@@ -170,10 +170,10 @@ def test_leave_one_out_normalized():
     assert_close(got, torch.tensor([-2.0, 2.0, -4.0, 4.0]) / (math.sqrt(40 / 3) + 1e-4))
 
 
-def test_normalization_leaves_unscored_sequences_out_and_lone_ones_in():
-    # Scored: the lone 7 with 0, and -2, 2: squares 8 over 2. Unscored ones do not count as a fourth 0.
+def test_normalization_leaves_unscored_and_lone_sequences_out():
+    # The lone 7 has no advantage that could count: -2 and 2 are left, squares 8 over 1.
     got = leave_one_out(torch.tensor([NAN, 7.0, 1.0, 3.0]), 2, normalize=True)
-    assert_close(got, torch.tensor([0.0, 0.0, -2.0, 2.0]) / (2 + 1e-4))
+    assert_close(got, torch.tensor([0.0, 0.0, -2.0, 2.0]) / (math.sqrt(8) + 1e-4))
 
 
 @pytest.mark.parametrize("normalize", [False, True])

@@ -368,12 +368,24 @@ def test_logits_are_no_log_probs(dev_mode: bool, mode: str) -> None:
         connect_teacher(server.url, top_k=2, timeout=5.0)
 
 
+def test_logits_that_could_be_log_probs_are_known_by_the_servers_word() -> None:
+    place = '[null, {"0": {"logprob": -3.0, "rank": 1}}]'
+    answer = Fault("garbage", f'{{"choices": [{{"index": 0, "prompt_logprobs": {place}}}]}}')
+    with (
+        table_server(logprobs_mode="raw_logits", faults={"/v1/completions": answer}) as server,
+        pytest.raises(ConfigError, match="returns logits"),
+    ):
+        connect_teacher(server.url, top_k=1, timeout=5.0)
+
+
 def test_a_student_with_more_tokens_is_found_before_training(server: StubServer) -> None:
     """The server has 64."""
     with pytest.raises(ConfigError, match="fewer tokens than the student's 65"):
         connect_teacher(server.url, top_k=2, vocab_size=65, timeout=5.0)
     with teacher_on(server, vocab_size=64) as teacher:
         assert teacher.distributions([([10], [63])]).token_logps < -50
+    with teacher_on(server, vocab_size=70, student_tokens=64) as teacher:
+        assert teacher.distributions([([10], [11])]).ids.tolist() == [[11, 12]]
 
 
 def test_nobody_answers() -> None:

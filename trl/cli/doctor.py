@@ -354,49 +354,45 @@ def _teacher_server(subject: str, args: Any, client: Any, model: _Model | None, 
     needed = max(longest, 1) + args.longest_completion + 1
     detail = f"{facts.max_model_len} tokens; prompt, completion and one more may have {needed}"
     repair = f"vllm serve TEACHER … --max-model-len {needed}, or a smaller `{args.length_option}`"
-    fits = needed <= facts.max_model_len
-    yield Finding("teacher context", "ok", detail) if fits else Finding("teacher context", "fail", detail, repair)
+    if needed > facts.max_model_len:
+        yield Finding("teacher context", "fail", detail, repair)
+    else:
+        yield Finding("teacher context", "ok", detail)
     if model is not None:
         yield _teacher_vocabulary(client, model)
 
 
 def _vocabulary(client: Any, model: _Model) -> Finding:
-    """Whether the server's ids are the model's."""
+    """The server takes the model's last id, and refuses the one after it."""
     size = model.policy.config.get_text_config().vocab_size
-    found = _size_of_vocabulary(client, size)
-    if found == "equal":
-        return Finding("vocabulary", "ok", f"{size} tokens")
-    return Finding("vocabulary", "fail", f"the server's is {found} than {size}", "serve the model that is trained")
+    if not _accepts(client, size - 1):
+        return Finding("vocabulary", "fail", f"the server's is smaller than {size}", "serve the model that is trained")
+    if _accepts(client, size):
+        return Finding("vocabulary", "fail", f"the server's is larger than {size}", "serve the model that is trained")
+    return Finding("vocabulary", "ok", f"{size} tokens")
 
 
 def _teacher_vocabulary(client: Any, model: _Model) -> Finding:
-    """Whether the teacher knows the model's ids. It may have more: many models have some that stand for nothing."""
-    size = model.policy.config.get_text_config().vocab_size
-    found, repair = _size_of_vocabulary(client, size), "serve a teacher with the student's tokenizer"
-    if found == "equal":
-        return Finding("teacher vocabulary", "ok", f"{size} tokens")
-    detail = f"the teacher's is {found} than {size}"
-    if found == "larger":
-        return Finding("teacher vocabulary", "warn", detail, f"{repair}, unless its further ids are padding")
-    return Finding("teacher vocabulary", "fail", detail, repair)
+    """Whether the teacher knows what the model writes. Families pad their vocabularies to different sizes."""
+    tokens, size = len(model.tokenizer), model.policy.config.get_text_config().vocab_size
+    subject, repair = "teacher vocabulary", "serve a teacher of the same family"
+    if not _accepts(client, min(tokens, size) - 1):
+        return Finding(subject, "fail", f"the teacher's is smaller than the student's {min(tokens, size)}", repair)
+    if _accepts(client, size):
+        repair += ", unless its further ids are padding"
+        return Finding(subject, "warn", f"the teacher's is larger than the student's {size}", repair)
+    return Finding(subject, "ok", f"has the student's {min(tokens, size)} tokens")
 
 
-def _size_of_vocabulary(client: Any, size: int) -> Literal["smaller", "equal", "larger"]:
-    """The server's vocabulary against `size`: whether it takes the last id, and the one after it."""
-    params = {"max_tokens": 1, "temperature": 0.0, "n": 1}
-
-    def accepted(token: int) -> bool:
-        try:
-            client.completions([[token]], params)
-        except ServerError as error:
-            if error.status == 400:
-                return False
-            raise
-        return True
-
-    if not accepted(size - 1):
-        return "smaller"
-    return "larger" if accepted(size) else "equal"
+def _accepts(client: Any, token: int) -> bool:
+    """Whether the server has this id."""
+    try:
+        client.completions([[token]], {"max_tokens": 1, "temperature": 0.0, "n": 1})
+    except ServerError as error:
+        if error.status == 400:
+            return False
+        raise
+    return True
 
 
 def _parity(client: Any, facts: Any, model: _Model) -> Finding:

@@ -104,13 +104,14 @@ def leave_one_out(rewards: Tensor, group_size: int, *, normalize: bool = False) 
     Args:
         rewards: `[N]`, NaN where none was given.
         group_size: G, which divides N.
-        normalize: divide by the unbiased standard deviation of the advantages of all scored sequences plus 1e-4.
+        normalize: divide by the unbiased standard deviation of the advantages plus 1e-4; those of rewards without
+            others do not count.
     """
     grouped = rewards.double().view(-1, group_size)
     count = (~torch.isnan(grouped)).sum(1, keepdim=True)
     # With the mean m of all n: r - (n m - r) / (n - 1) = (r - m) n / (n - 1), which is exactly 0 where r = m.
     centered = grouped - nan_mean_std(grouped, 1)[0]
-    advantages = (centered * count / (count - 1).clamp(min=1)).view(-1)
+    advantages = (centered * count / (count - 1)).masked_fill(count < 2, torch.nan).view(-1)
     if normalize:
         # Their mean is 0, because those of each group sum to 0: to subtract it would only bring in its rounding.
         advantages = advantages / (nan_mean_std(advantages, 0)[1] + EPSILON)

@@ -169,8 +169,8 @@ _REVERSE = _Formula(_kl, _kl_gradient)
 
 
 def _log_mixture(beta: float, log_s: Tensor, log_t: Tensor) -> Tensor:
-    # The derivative of logaddexp at (-inf, -inf) is NaN.
-    return torch.logaddexp(log_s.clamp(min=LEAST_LOGP) + math.log1p(-beta), log_t + math.log(beta))
+    """`log m`. Its own derivative, which only finite log-probs may ask for, is NaN where both are -inf."""
+    return torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
 
 
 def _mixed_value(beta: float, p_s: Tensor, log_s: Tensor, log_t: Tensor) -> Tensor:

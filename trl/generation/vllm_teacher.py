@@ -40,7 +40,7 @@ class ServerTeacher:
         client: of the server, which is closed with the teacher.
         facts: of the server.
         top_k: K, likeliest tokens asked for in each place.
-        vocab_size: ids that the student knows; None does not look.
+        vocab_size: ids for which the student has a logit; None does not look.
         request_timeout: seconds for one request, which is one sequence.
         max_in_flight: requests at a time.
     """
@@ -125,7 +125,7 @@ class ServerTeacher:
         if self._vocab_size is not None and beyond >= self._vocab_size:
             raise GenerationError(
                 f"The teacher {self.client.base_url} finds token {beyond} likely, and the student has "
-                f"{self._vocab_size} tokens: choose a teacher with the student's vocabulary, or lower `loss_top_k`."
+                f"{self._vocab_size} tokens: choose a teacher of the same family, or lower `loss_top_k`."
             )
         return logps
 
@@ -138,6 +138,7 @@ def connect_teacher(
     timeout: float = 240.0,
     request_timeout: float = 600.0,
     vocab_size: int | None = None,
+    student_tokens: int | None = None,
     allow_unsupported_version: bool = False,
 ) -> ServerTeacher:
     """The teacher at `url`, which was waited for, asked what it is, and tried.
@@ -147,7 +148,9 @@ def connect_teacher(
         api_key: `VLLM_API_KEY` of the environment when not given.
         timeout: seconds to wait for the server.
         request_timeout: seconds for one request.
-        vocab_size: ids that the student knows; None does not look whether the teacher knows them.
+        vocab_size: ids for which the student has a logit; None does not look.
+        student_tokens: ids that the student's tokenizer has, all of which the teacher has to know; `vocab_size` when
+            not given. A model may have more, which pad its vocabulary.
 
     Raises:
         ServerUnreachableError: nobody answers in time.
@@ -159,7 +162,7 @@ def connect_teacher(
     try:
         client.wait_until_ready(timeout)
         facts = probe(client, allow_unsupported_version=allow_unsupported_version)
-        check_teacher(client, facts, top_k, vocab_size)
+        check_teacher(client, facts, top_k, vocab_size if student_tokens is None else student_tokens)
     except BaseException:
         client.close()
         raise
@@ -173,16 +176,16 @@ def teacher_client(url: str, *, api_key: str | None, request_timeout: float) -> 
     return VLLMClient(url, api_key=api_key, timeout=request_timeout)
 
 
-def check_teacher(client: VLLMClient, facts: ServerFacts, top_k: int, vocab_size: int | None = None) -> None:
+def check_teacher(client: VLLMClient, facts: ServerFacts, top_k: int, student_tokens: int | None = None) -> None:
     """Raises `ConfigError` for a server that cannot be a teacher. What it says of itself is tried all the same.
 
     Args:
         top_k: likeliest tokens that the loss compares (`loss_top_k`).
-        vocab_size: ids that the teacher has to know; None does not look.
+        student_tokens: ids that the teacher has to know; None does not look.
     """
     if facts.max_logprobs is not None and -1 != facts.max_logprobs < top_k:
         raise ConfigError(_capped(client, f"gives at most {facts.max_logprobs} log-probs per token", top_k))
-    last = 0 if vocab_size is None else vocab_size - 1
+    last = 0 if student_tokens is None else student_tokens - 1
     try:
         (scored,) = client.prompt_top_logps([[last, last]], top_k, model=facts.model)
     except ServerError as error:
@@ -190,8 +193,8 @@ def check_teacher(client: VLLMClient, facts: ServerFacts, top_k: int, vocab_size
             raise ConfigError(_capped(client, f"says {error.server_message!r}", top_k)) from error
         if error.status == 400 and "out of vocabulary" in error.server_message:
             raise ConfigError(
-                f"The teacher {client.base_url} has fewer tokens than the student's {vocab_size}: serve a teacher with "
-                "the student's vocabulary."
+                f"The teacher {client.base_url} has fewer tokens than the student's {student_tokens}: serve a teacher "
+                "of the same family."
             ) from error
         raise
     told_logits = facts.logprobs_mode is not None and facts.logprobs_mode.endswith("logits")

@@ -70,9 +70,8 @@ class RLOOTrainer(PolicyGradientTrainer):
         args, plan = self.args, self.group_plan
         group_size = plan.group_size if mode == "train" else plan.eval_group_size
         rewards = weighted_sum(rewards_NF.double(), self.scorer.weights.cpu().double())
-        if args.reward_clip_range is not None:
-            rewards = rewards.clamp(*args.reward_clip_range)
-        penalized = rewards
+        clamped = rewards if args.reward_clip_range is None else rewards.clamp(*args.reward_clip_range)
+        penalized = clamped
         if args.beta:
             # Both are needed now, for the whole round, rather than slice by slice after it.
             self.add_frozen_logps(batch, old=True)
@@ -81,7 +80,7 @@ class RLOOTrainer(PolicyGradientTrainer):
             kl = sequence_kl_k1(
                 batch.old_logps, batch.ref_logps, batch.loss_mask, batch.seq_of_token, batch.num_sequences
             )
-            penalized = rewards - args.beta * self.processes.gather(kl).cpu().double()
+            penalized = clamped - args.beta * self.processes.gather(kl).cpu().double()
         advantages = self.processes.own(leave_one_out(penalized, group_size, normalize=args.normalize_advantages))
         batch.advantages = advantages.to(batch.device)
         spread = nan_mean_std(rewards.view(-1, group_size), 1)[1].expand(-1, group_size).flatten()
