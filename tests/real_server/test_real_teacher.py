@@ -5,13 +5,19 @@ import os
 import httpx
 import pytest
 import torch
-from fixtures.models import vllm_model
+from datasets import Dataset
+from fixtures.models import random_model, vllm_model
 from fixtures.tokenizers import word_tokenizer
 from fixtures.vllm_cpu import RealServer, installed
 
 from trl.errors import ConfigError, ServerError
+from trl.generation.parity import as_batch
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_teacher import ServerTeacher, connect_teacher
+from trl.models.forward import token_divergences
+from trl.models.load import use_packed_attention
+from trl.trainer.distillation_config import ServerDistillationConfig
+from trl.trainer.server_distillation_trainer import ServerDistillationTrainer
 
 # The first requests of a server that has just started, on a busy machine, take their time.
 DEADLINE_S = 60.0
@@ -103,3 +109,43 @@ def test_the_longest_sequence_that_the_server_scores_is_the_one_that_is_let_thro
     finally:
         client.close()
         teacher.close()
+
+
+@pytest.mark.parametrize(("beta", "top_k", "share"), [(0.0, 8, 0.75), (0.5, 1, 0.85), (1.0, 1, 0.95)])
+def test_a_student_comes_closer_to_it(server, tmp_path, beta, top_k, share):
+    """The student's whole distributions approach those of the served model, of which it saw a few log-probs only."""
+    args = ServerDistillationConfig(
+        output_dir=str(tmp_path),
+        teacher_model_server_url=server.url,
+        vllm_server_timeout=30.0,
+        vllm_request_timeout=DEADLINE_S,
+        beta=beta,
+        loss_top_k=top_k,
+        per_device_train_batch_size=16,
+        max_completion_length=8,
+        learning_rate=1e-2,
+        max_steps=30,
+        num_train_epochs=100,
+        logging_steps=10,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    student = random_model(seed=5)
+    use_packed_attention(student)
+    before = mean_divergence(student)
+    dataset = Dataset.from_dict({"prompt": [f"w{10 + i} w{20 + i}" for i in range(32)]})
+    trainer = ServerDistillationTrainer(student, args, dataset, processing_class=word_tokenizer())
+    trainer.train()
+    trainer.teacher.close()
+    assert mean_divergence(student) < share * before
+
+
+def mean_divergence(student) -> float:
+    """KL(teacher || student) over the whole vocabulary, after pairs of words that the prompts have."""
+    batch = as_batch([[10 + i, 20 + i, 30] for i in range(32)], torch.device("cpu"))
+    teacher = vllm_model()
+    with torch.no_grad():
+        return token_divergences(student, teacher, batch, 0.0, teacher_packed=False, packed=False)[0].mean().item()

@@ -57,8 +57,7 @@ def examine(request: Request) -> Iterator[Finding]:
     settings = _Attempt("settings", lambda: build_config(request))
     yield settings.finding("fit each other")
     if isinstance(request.script, RewardScriptArguments):
-        rewards = request.script
-        yield _Attempt("rewards", lambda: load_rewards(rewards)).finding("load")
+        yield _Attempt("rewards", lambda: load_rewards(request)).finding("load")
     data = _Attempt("dataset", lambda: load_data(request))
     yield data.finding("has the columns the method needs")
     if settings.failed:

@@ -175,22 +175,25 @@ def build_trainer(method: str, argv: Sequence[str]) -> "Trainer":
 def _build(request: Request) -> "Trainer":
     if request.model.model_name_or_path is None:
         raise ConfigError("no model: set `model_name_or_path` to a hub id or a local folder.")
-    rewards = load_rewards(request.script) if isinstance(request.script, RewardScriptArguments) else {}
+    rewards = load_rewards(request)
     data = load_data(request)
     config = build_config(request)
     return _make_trainer(request, config, rewards | data)
 
 
-def load_rewards(script: RewardScriptArguments) -> dict[str, Any]:
-    """The reward functions and models as arguments of a trainer."""
+def load_rewards(request: Request) -> dict[str, Any]:
+    """The reward functions and models as arguments of a trainer; nothing for a method without rewards."""
     from trl.rewards.loading import load_reward_function
 
+    script = request.script
+    if not isinstance(script, RewardScriptArguments):
+        return {}
     rewards: list[Any] = [load_reward_function(spec) for spec in script.reward_funcs or ()]
     if script.reward_model_name_or_path is not None:
         rewards.append(script.reward_model_name_or_path)
-    if not rewards:
+    if not rewards and not request.settings.get("reward_model_path"):
         raise ConfigError("no reward: set `reward_funcs`, e.g. to `module.function`, or `reward_model_name_or_path`.")
-    return {"reward_funcs": rewards}
+    return {"reward_funcs": rewards or None}
 
 
 def load_data(request: Request) -> dict[str, Any]:

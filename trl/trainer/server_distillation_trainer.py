@@ -70,6 +70,7 @@ class ServerDistillationTrainer(DistillingTrainer):
             timeout=args.vllm_server_timeout,
             request_timeout=args.vllm_request_timeout,
             vocab_size=policy.config.get_text_config().vocab_size,
+            student_tokens=len(self.processing_class),
             allow_unsupported_version=args.vllm_allow_unsupported_version,
         )
 
