@@ -13,11 +13,50 @@ from pathlib import Path
 from typing import Any
 
 from trl.cli.values import describe, value_type
-from trl.trainer.arguments import GRPOArguments, SamplerCorrectionArguments, VLLMArguments
+from trl.trainer.arguments import (
+    DistillationArguments,
+    GRPOArguments,
+    OnlineDPOArguments,
+    RLOOArguments,
+    SamplerCorrectionArguments,
+    ServerDistillationArguments,
+    VLLMArguments,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The options of one config.
+
+    Attributes:
+        arguments: the option class.
+        beyond: another one whose table says the rest.
+    """
+
+    arguments: type
+    beyond: type = object
+
+    @property
+    def config(self) -> str:
+        """The config's name."""
+        return self.arguments.__name__.replace("Arguments", "Config")
+
+    @property
+    def begin(self) -> str:
+        """The line before the table in its page."""
+        return f"<!-- options of {self.config}: written by docs/generate_options.py -->"
+
 
 DOCS = Path(__file__).parent
-PAGES = {"grpo.md": GRPOArguments}
-BEGIN = "<!-- options: written by docs/generate_options.py -->"
+PAGES = {
+    "grpo.md": [Table(GRPOArguments)],
+    "rloo.md": [Table(RLOOArguments)],
+    "online_dpo.md": [Table(OnlineDPOArguments)],
+    "distillation.md": [
+        Table(DistillationArguments),
+        Table(ServerDistillationArguments, beyond=DistillationArguments),
+    ],
+}
 END = "<!-- end of options -->"
 
 REFUSED = "Not supported yet: setting it is an error."
@@ -33,27 +72,47 @@ NOTES = {
     "ds3_gather_for_generation": UNREAD,
     "log_multimodal": UNREAD,
 }
+# Of one option class, and those that are made of it.
+OWN_NOTES: dict[type, dict[str, str]] = {
+    RLOOArguments: {"vllm_importance_sampling_mode": "Here only `sequence_truncate` and `sequence_mask`."},
+    OnlineDPOArguments: {"router_aux_loss_coef": UNREAD},
+    DistillationArguments: {"router_aux_loss_coef": UNREAD},
+}
 GROUP_NOTES = {
     VLLMArguments: "[vLLM inside the trainer](colocate.md) and [vLLM servers](vllm.md) explain them.",
     SamplerCorrectionArguments: "With `use_vllm` only; [how it is meant](vllm.md#log-probs-and-their-correction).",
 }
 
 
-def option_groups(arguments: type) -> Iterator[tuple[str, str, list[dataclasses.Field[Any]]]]:
-    """Yields title, note and fields of each option group that `arguments` is made of, in the order of its fields."""
-    fields = {field.name: field for field in dataclasses.fields(arguments)}
-    for group in reversed(arguments.__mro__):
-        own = [fields[name] for name in inspect.get_annotations(group) if name in fields]
+def option_groups(table: Table) -> Iterator[tuple[str, str, list[dataclasses.Field[Any]]]]:
+    """Yields title, note and fields of each option group of a table, in the order of its fields.
+
+    An option that several groups declare, because it has another default or another meaning in one of them, is shown
+    in the first one as it is in the last one.
+    """
+    fields = {field.name: field for field in dataclasses.fields(table.arguments)}
+    for group in reversed(table.arguments.__mro__):
+        if group in table.beyond.__mro__:
+            continue
+        own = [fields.pop(name) for name in inspect.get_annotations(group) if name in fields]
         if own:
-            title = "Others" if group is arguments else inspect.getdoc(group) or group.__name__
+            title = inspect.getdoc(group) or group.__name__
+            if group is table.arguments:
+                title = f"Others of `{table.config}`"
             yield title.splitlines()[0].rstrip("."), GROUP_NOTES.get(group, ""), own
 
 
-def options_table(arguments: type) -> str:
+def note_of(arguments: type, name: str) -> str | None:
+    """What is added to the meaning of an option."""
+    own = [OWN_NOTES[group][name] for group in arguments.__mro__ if name in OWN_NOTES.get(group, {})]
+    return own[0] if own else NOTES.get(name)
+
+
+def options_table(table: Table) -> str:
     """The options as Markdown: for each group a heading and a table."""
-    hints = typing.get_type_hints(arguments)
+    hints = typing.get_type_hints(table.arguments)
     parts = []
-    for title, note, fields in option_groups(arguments):
+    for title, note, fields in option_groups(table):
         lines = [
             f"### {title}",
             "",
@@ -62,7 +121,7 @@ def options_table(arguments: type) -> str:
             "|---|---|---|---|",
         ]
         for field in fields:
-            meaning = " ".join(filter(None, (field.metadata["help"], NOTES.get(field.name))))
+            meaning = " ".join(filter(None, (field.metadata["help"], note_of(table.arguments, field.name))))
             takes = describe(value_type(hints[field.name])).replace(" (JSON on the command line)", "")
             cells = [f"`{field.name}`", takes, f"`{field.default!r}`", meaning]
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
@@ -70,24 +129,26 @@ def options_table(arguments: type) -> str:
     return "\n\n".join(parts)
 
 
-def filled(page: str, arguments: type) -> str:
-    """The text of a page with what stands between the markers replaced.
+def filled(page: str, tables: list[Table]) -> str:
+    """The text of a page with what stands between each table's markers replaced.
 
     Raises:
         ValueError: a marker is missing.
     """
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"The page needs the lines {BEGIN!r} and {END!r}, in this order.")
-    return f"{head}{BEGIN}\n\n{options_table(arguments)}\n\n{END}{tail}"
+    for table in tables:
+        head, begin, rest = page.partition(table.begin)
+        _, end, tail = rest.partition(END)
+        if not begin or not end:
+            raise ValueError(f"The page needs the lines {table.begin!r} and {END!r}, in this order.")
+        page = f"{head}{begin}\n\n{options_table(table)}\n\n{end}{tail}"
+    return page
 
 
 def main() -> None:
     """Write all pages."""
-    for name, arguments in PAGES.items():
+    for name, tables in PAGES.items():
         path = DOCS / name
-        path.write_text(filled(path.read_text(encoding="utf-8"), arguments), encoding="utf-8")
+        path.write_text(filled(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
         print(f"docs/{name}: options written", file=sys.stderr)
 
 

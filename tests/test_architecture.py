@@ -1,7 +1,9 @@
 """The rules of the house, read off the source: which floor may import which, and who alone may do what."""
 
 import ast
+import difflib
 import importlib
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,9 @@ PACKAGE = Path(trl.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 80
+TRAINERS = sorted((PACKAGE / "trainer").glob("*_trainer.py"))
+MAX_TRAINER_LINES = 250
+MAX_REPEATED_LINES = 9
 
 HUB = ("trl.types", "trl.errors", "trl._deps", "trl._version")
 FLOORS = {
@@ -259,3 +264,110 @@ def test_no_file_and_no_function_is_too_long(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", TRAINERS, ids=module_name)
+def test_a_method_fits_on_few_pages(path):
+    """What several methods do is in their bases."""
+    assert len(path.read_text().splitlines()) <= MAX_TRAINER_LINES
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(TRAINERS, 2)), ids=module_name)
+def test_no_logic_stands_in_two_trainers(one, other):
+    """No ten lines of logic follow one another in two trainers' files.
+
+    Lines are compared without indentation and comments. What is no logic does not count: blank lines, docstrings and
+    imports; the signature of `__init__`, whose parameters users pass by position or name; and in the call of
+    `super().__init__` the arguments that hand a parameter on under its own name. What a method works out for that call
+    does count.
+    """
+    run = longest_common_run(logic_of(one.read_text()), logic_of(other.read_text()))
+    assert len(run) <= MAX_REPEATED_LINES, "\n".join(run)
+
+
+def logic_of(source: str) -> list[str]:
+    """The lines of the source that are logic, as `test_no_logic_stands_in_two_trainers` says."""
+    tree = ast.parse(source)
+    left_out = {line for node in ast.walk(tree) for line in _lines_without_logic(node)}
+    kept = (line for number, line in enumerate(source.splitlines(), 1) if number not in left_out)
+    return [line for line in (line.partition("  #")[0].strip() for line in kept) if line and not line.startswith("#")]
+
+
+def _lines_without_logic(node: ast.AST) -> Iterator[int]:
+    match node:
+        case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant(value=str())):
+            yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        case ast.FunctionDef(name="__init__", body=[first, *_]):
+            yield from range(node.lineno, first.lineno)
+        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr="__init__")):
+            arguments = [*node.args, *node.keywords]
+            worked_out = {
+                n for a in arguments if not _is_handed_on(a) for n in range(a.lineno, (a.end_lineno or 0) + 1)
+            }
+            yield from {a.lineno for a in arguments} - worked_out - {node.lineno}
+
+
+def _is_handed_on(argument: ast.expr | ast.keyword) -> bool:
+    """`x` and `x=x`, and no other expression."""
+    match argument:
+        case ast.Name():
+            return True
+        case ast.keyword(arg=name, value=ast.Name(id=value)):
+            return name == value
+    return False
+
+
+def longest_common_run(one: list[str], other: list[str]) -> list[str]:
+    """The longest run of lines that both have."""
+    match = difflib.SequenceMatcher(None, one, other, autojunk=False).find_longest_match()
+    return one[match.a : match.a + match.size]
+
+
+def test_what_counts_as_logic():
+    source = '''"""Module."""
+
+import a
+from b import (
+    c,
+)
+
+
+class Trainer(Base):
+    """Class."""
+
+    args: Config
+
+    def __init__(
+        self,
+        model,
+        args=None,
+    ):
+        """Init."""
+        refuse(args)  # a reason
+        # another reason
+        super().__init__(
+            model,
+            args=args,
+            data=Data(
+                args,
+            ),
+        )
+
+    def loss(self, x):
+        """Loss."""
+        return x
+'''
+    expected = [
+        "class Trainer(Base):",
+        "args: Config",
+        "refuse(args)",
+        "super().__init__(",
+        "data=Data(",
+        "args,",
+        "),",
+        ")",
+        "def loss(self, x):",
+        "return x",
+    ]
+    assert logic_of(source) == expected
+    assert longest_common_run(["a", "b", "c", "d"], ["b", "c", "x", "d"]) == ["b", "c"]

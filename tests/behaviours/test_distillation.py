@@ -6,14 +6,17 @@ end after either. So every completion has two tokens, and only the first has a d
 
 import math
 
+import pyarrow.parquet
 import pytest
 import torch
 from fixtures.engines import ScriptedEngine
-from fixtures.models import random_model, table_model
+from fixtures.models import family_model, random_model, table_model
 from fixtures.online_methods import METHODS
 from fixtures.runs import GradientGrabber, assert_same_gradients, logs, prompts
 from torch.nn.functional import kl_div
 
+from trl.errors import DataError
+from trl.models.load import disable_dropout
 from trl.types import Completion
 
 ENDS = {11: {1: 1.0}, 12: {1: 1.0}}
@@ -190,6 +193,24 @@ def test_what_saves_memory_or_adds_precision_changes_nothing_in_float32(tmp_path
     assert_same_gradients(gradients, found)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "packed"), [("gemma2", "llama", (False, True)), ("gpt2", "lfm2", (True, False))]
+)
+def test_models_of_two_families_one_of_which_cannot_be_packed(tmp_path, one, other, packed):
+    def fresh():
+        return family_model(one), family_model(other, seed=7)
+
+    student, teacher = fresh()
+    disable_dropout(student)
+    loss, _, gradients = plain(*fresh(), 0.5, 0.7)
+    trainer, found = train(
+        tmp_path, student, teacher, prompts(*EIGHT), ScriptedEngine(script), beta=0.5, temperature=0.7
+    )
+    assert (trainer.packed, trainer.teacher_packed) == packed
+    assert logs(trainer, "loss") == [pytest.approx(loss, rel=1e-4)]
+    assert_same_gradients(gradients, found, 1e-3)
+
+
 # ---- completions of few tokens, or none ----
 
 
@@ -204,13 +225,12 @@ class _WithEmpty(ScriptedEngine):
 @pytest.mark.parametrize("budget", [None, 3])
 @pytest.mark.parametrize("accumulation", [1, 8])
 def test_completions_without_tokens_do_not_count(tmp_path, accumulation, budget):
-    """Only the prompts 10 and 13 get one, of one token: the loss is the mean of the two coins, which are the same."""
-    same = {token: TEACHER[10] for token in range(10, 18)} | {11: {1: 1.0}, 12: {1: 1.0}}
-    coin = {token: STUDENT[10] for token in range(10, 18)} | {11: {1: 1.0}, 12: {1: 1.0}}
+    """The same coins after any prompt; of eight completions two have a token, and the loss is the mean of these."""
+    student, teacher = (dict.fromkeys(range(10, 18), coins[10]) | ENDS for coins in (STUDENT, TEACHER))
     trainer, gradients = train(
         tmp_path,
-        table_model(coin),
-        table_model(same),
+        table_model(student),
+        table_model(teacher),
         prompts(*EIGHT),
         _WithEmpty(lambda prompt, index: [11] if prompt[0] in (10, 13) else []),
         per_device_train_batch_size=8 // accumulation,
@@ -237,3 +257,161 @@ def test_a_step_without_any_token_is_a_zero_gradient(tmp_path, accumulation):
     assert logs(trainer, "grad_norm") == [0.0]
     assert not any(g.any() for g in gradients.values())
     assert trainer.state.log_history[0]["entropy"] is None
+
+
+# ---- when the student writes ----
+
+
+def run(folder, dataset, engine=None, student=None, **changes):
+    """A trainer of random models that has trained as long as the changes say."""
+    args = METHODS["distillation"].make_config(folder, **changes)
+    trainer = METHODS["distillation"].make(args, dataset, student or random_model())
+    if engine is not None:
+        trainer.engine = engine
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(("batch", "accumulation", "steps"), [(2, 2, 2), (8, 1, 1), (1, 2, 4), (3, 1, 2)])
+def test_one_round_of_completions_a_step_and_one_completion_a_prompt(tmp_path, batch, accumulation, steps):
+    """Eight prompts, three epochs; a last step that would not be full is left out."""
+    engine = ScriptedEngine(script)
+    trainer = run(
+        tmp_path,
+        prompts(*EIGHT),
+        engine,
+        max_steps=-1,
+        num_train_epochs=3,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+    )
+    assert trainer.state.global_step == trainer.state.max_steps == 3 * steps
+    assert len(engine.calls) == 3 * steps
+    assert all(sampling.n == 1 and len(asked) == batch * accumulation for asked, sampling in engine.calls)
+    assert not any(sampling.with_logps for _, sampling in engine.calls)
+    for epoch in range(3):
+        asked = [p[0] for call, _ in engine.calls[epoch * steps : (epoch + 1) * steps] for p in call]
+        assert len(set(asked)) == len(asked) == batch * accumulation * steps
+
+
+def test_the_order_of_prompts_is_shuffled_only_where_asked(tmp_path):
+    orders = []
+    for shuffle in (False, True):
+        engine = ScriptedEngine(script)
+        run(tmp_path, prompts(*EIGHT), engine, shuffle_dataset=shuffle, per_device_train_batch_size=1, max_steps=8)
+        orders.append([call[0][0] for call, _ in engine.calls])
+    assert orders[0] == list(range(10, 18))
+    assert orders[1] != orders[0]
+    assert sorted(orders[1]) == orders[0]
+
+
+def test_fewer_prompts_than_a_step_are_refused(tmp_path):
+    with pytest.raises(DataError, match="at least 8 prompts, has 7"):
+        run(tmp_path, prompts(*EIGHT[:7]), per_device_train_batch_size=4, gradient_accumulation_steps=2)
+
+
+def test_a_stream_of_prompts(tmp_path):
+    engine = ScriptedEngine(script)
+    stream = prompts(*EIGHT).to_iterable_dataset()
+    run(tmp_path, stream, engine, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2)
+    assert [[p[0] for p in call] for call, _ in engine.calls] == [[10, 11, 12, 13], [14, 15, 16, 17]]
+
+
+@pytest.mark.parametrize("save_at", [1, 2, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, save_at):
+    settings = {
+        "learning_rate": 1e-2,
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": save_at,
+        "beta": 0.5,
+    }
+    args = METHODS["distillation"].make_config(tmp_path, **settings)
+    whole = METHODS["distillation"].make(args, prompts(*EIGHT), random_model(attention_dropout=0.1))
+    whole.train()
+    resumed = METHODS["distillation"].make(args, prompts(*EIGHT), random_model(seed=5, attention_dropout=0.1))
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{save_at}"))
+    assert whole.state.global_step == resumed.state.global_step == 4
+    for name in ("loss", "grad_norm", "entropy", "num_tokens", "completions/mean_length"):
+        assert logs(resumed, name) == pytest.approx(logs(whole, name), abs=1e-5), name
+    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(other, one, atol=1e-6, rtol=0, msg=name)
+
+
+# ---- what is recorded ----
+
+
+def test_the_metrics_of_a_step(tmp_path):
+    """Lengths 1, 6, 2, 5, 3, 1, 4, 6, of which the last ends by itself."""
+    engine = ScriptedEngine(lambda p, i: [30, 31, 32, 33, 34, 1] if p[0] == 17 else script(p, i))
+    trainer = run(tmp_path, prompts(*EIGHT), engine, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    logged = trainer.state.log_history[0]
+    expected = {
+        "num_tokens": 8 + sum(LENGTHS),
+        "completions/mean_length": 28 / 8,
+        "completions/min_length": 1,
+        "completions/max_length": 6,
+        "completions/mean_terminated_length": 6,
+        "completions/min_terminated_length": 6,
+        "completions/max_terminated_length": 6,
+        "completions/clipped_ratio": 7 / 8,
+    }
+    assert {name: logged[name] for name in expected} == pytest.approx(expected)
+    assert 0 < logged["entropy"] < math.log(64)
+    assert logged["step_time"] > 0
+    assert not [name for name in logged if name.startswith(("reward", "kl", "clip_ratio", "frac_"))]
+
+
+def test_tokens_are_counted_over_all_steps(tmp_path):
+    trainer = run(tmp_path, prompts(*EIGHT), ScriptedEngine(script), max_steps=3)
+    assert logs(trainer, "num_tokens") == [36, 72, 108]
+
+
+def test_the_table_has_prompts_and_completions_and_no_reward(tmp_path, capsys):
+    changes = {"log_completions": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    run(tmp_path, prompts(*EIGHT), ScriptedEngine([[11, 12, 1]]), num_completions_to_print=1, **changes)
+    (path,) = (tmp_path / "completions").iterdir()
+    table = pyarrow.parquet.read_table(path)
+    assert table.column_names == ["step", "prompt", "completion"]
+    assert sorted(table["prompt"].to_pylist()) == EIGHT
+    assert table["completion"].to_pylist() == ["w11 w12"] * 8
+    assert capsys.readouterr().out.count("w11 w12") == 1
+
+
+# ---- evaluation ----
+
+
+def test_an_evaluation_has_the_loss_of_new_completions(tmp_path):
+    args = METHODS["distillation"].make_config(tmp_path, eval_strategy="steps", eval_steps=1)
+    trainer = METHODS["distillation"].make(
+        args,
+        prompts(*["w10"] * 8),
+        table_model(STUDENT),
+        teacher_model=table_model(TEACHER),
+        eval_dataset=prompts(*["w10"] * 5),
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    (after,) = (entry for entry in trainer.state.log_history[1:] if "eval_loss" in entry)
+    for metrics in (before, after):
+        assert metrics["eval_loss"] == pytest.approx(LOSSES[1.0], abs=2e-6)
+        assert metrics["eval_entropy"] == pytest.approx(math.log(2) / 2, abs=1e-5)
+        assert metrics["eval_completions/mean_length"] == 2
+    assert logs(trainer, "num_tokens") == [24]
+
+
+@pytest.mark.xfail(strict=True, reason="batches of an evaluation count by their completions, not by their tokens")
+def test_the_loss_of_an_evaluation_is_the_mean_over_its_tokens(tmp_path, expected):
+    """However it is cut into batches, as in training, and as its own entropy is."""
+    loss, entropy, _ = expected[1.0, 1.0]
+    found = []
+    for batch in (8, 4, 1):
+        args = METHODS["distillation"].make_config(tmp_path, per_device_eval_batch_size=batch)
+        trainer = METHODS["distillation"].make(args, prompts(*EIGHT), random_model(), eval_dataset=prompts(*EIGHT))
+        trainer.engine = ScriptedEngine(script)
+        found.append(trainer.evaluate())
+    assert [m["eval_entropy"] for m in found] == pytest.approx([entropy] * 3, abs=1e-5)
+    assert [m["eval_loss"] for m in found] == pytest.approx([loss] * 3, abs=1e-5)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fixtures.models import random_model
+from fixtures.online_methods import METHODS
 from fixtures.runs import Recorder, grpo_config, logs, make, prompts, run
 from transformers import TrainerCallback
 
@@ -94,3 +95,45 @@ def test_the_reference_of_a_model_given_by_name_is_the_model_at_the_start(tmp_pa
         assert torch.equal(value, weights(random_model())[name])
     trainer.train()
     assert logs(trainer, "kl")[0] == pytest.approx(0.0, abs=1e-6)
+
+
+# ---- RLOO: a reference model is there by default ----
+
+
+def test_rloo_a_model_in_memory_gets_a_frozen_copy_as_reference(tmp_path):
+    model = random_model()
+    start = weights(model)
+    args = METHODS["rloo"].make_config(tmp_path, learning_rate=1e-2, max_steps=2, lr_scheduler_type="constant")
+    trainer = METHODS["rloo"].train(args, prompts("w10 w20", "w11"), model)
+    kl = logs(trainer, "kl")
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[1] > 1e-4
+    assert trainer.ref_model is not model
+    assert not trainer.ref_model.training
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+    for name, value in weights(trainer.ref_model).items():
+        assert torch.equal(value, start[name])
+    assert any(not torch.equal(value, start[name]) for name, value in weights(model).items())
+
+
+def test_rloo_the_divergence_draws_the_policy_back(tmp_path):
+    """Equal rewards teach nothing but the way back to the reference."""
+    args = METHODS["rloo"].make_config(tmp_path, beta=0.5, learning_rate=1e-2, max_steps=3, max_grad_norm=0.0)
+    trainer = METHODS["rloo"].train(args, prompts("w10 w20", "w11"), reward_funcs=_by_step)
+    assert logs(trainer, "frac_reward_zero_std")[2] == 1.0
+    assert logs(trainer, "kl")[2] > 1e-4
+    assert logs(trainer, "grad_norm")[2] > 0
+    free = METHODS["rloo"].make_config(tmp_path, beta=0.0, learning_rate=1e-2, max_steps=3, max_grad_norm=0.0)
+    trainer = METHODS["rloo"].train(free, prompts("w10 w20", "w11"), reward_funcs=_by_step)
+    assert logs(trainer, "grad_norm")[2] == 0.0
+
+
+def test_rloo_sync_pulls_the_reference_towards_the_policy(tmp_path):
+    model, record = random_model(), Weights()
+    start = weights(model)
+    changes = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25}
+    args = METHODS["rloo"].make_config(tmp_path, learning_rate=1e-2, max_steps=5, **changes)
+    trainer = METHODS["rloo"].train(args, prompts("w10 w20", "w11"), model, callbacks=[record])
+    for name, value in weights(trainer.ref_model).items():
+        first = 0.75 * start[name] + 0.25 * record.after[1][name]
+        torch.testing.assert_close(value, 0.75 * first + 0.25 * record.after[3][name])

@@ -483,4 +483,4 @@ def test_every_row_is_explained(options: dict[str, str]) -> None:
     explained = {name for line in section.splitlines() if line[:2] == "| " for name in line.split("|")[1].split(",")}
     with good_server() as server:
         subjects = {f.subject.split(" http")[0] for f in findings(with_server(options, server.url))}
-    assert subjects | {"placement"} == {name.strip() for name in explained} - {"row"}
+    assert subjects | {"placement", "teacher", *TEACHER_ROWS} == {name.strip() for name in explained} - {"row"}

@@ -61,7 +61,8 @@ def _dispatch(words: Sequence[str]) -> int:
 def help_text() -> str:
     """What `trl --help` prints."""
     lines = ["usage: trl COMMAND [OPTIONS]", "       trl --version", "", "commands:"]
-    lines += [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
+    width = max(map(len, COMMANDS)) + 2
+    lines += [f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "`trl COMMAND --help` lists a command's options."])
 
 

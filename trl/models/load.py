@@ -3,8 +3,10 @@
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -44,6 +46,26 @@ def load_policy(
             f"{f' (attn_implementation={wanted!r})' if wanted else ''}: {error} "
             "Install it, or choose `attn_implementation='sdpa'`."
         ) from error
+
+
+def weight_bytes(name: str, init_kwargs: dict[str, Any], trust_remote_code: bool = False) -> int:
+    """What the weights of this model take as `load_policy` loads them; only its config is read.
+
+    Raises:
+        ConfigError: the model cannot be found.
+    """
+    kwargs = dict(init_kwargs)
+    dtype = kwargs.pop("dtype", "float32")
+    revision = {"revision": kwargs["revision"]} if "revision" in kwargs else {}
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
+    except OSError as error:
+        raise ConfigError(f"The model `{name}` cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    own = config.dtype or torch.float32
+    chosen = own if dtype == "auto" else dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+    return sum(p.numel() for p in model.parameters()) * chosen.itemsize
 
 
 def load_tokenizer(model: PreTrainedModel, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -114,7 +114,7 @@ class PromptArguments:
     remove_unused_columns: bool | None = option(False, "Drop dataset columns other than the prompt; rewards lose them.")
     pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of this where padding is needed.")
     max_tokens_per_micro_batch: int | None = option(
-        None, "Most tokens of one forward pass; longer batches are split. Not set: `per_device_train_batch_size` rows."
+        None, "Most tokens of one forward pass; longer batches are split. Not set: a whole micro-step in one."
     )
 
 
@@ -164,9 +164,7 @@ class ClipArguments:
     """How far the policy may move from the one that sampled."""
 
     epsilon: float = option(0.2, "Lower clip of the policy ratio, and the upper one unless `epsilon_high` is set.")
-    epsilon_high: float | None = option(
-        None, "Upper clip of the policy ratio; for `cispo` the cap of the ratio itself."
-    )
+    epsilon_high: float | None = option(None, "Upper clip of the policy ratio.")
 
 
 @dataclass
@@ -174,6 +172,9 @@ class PolicyLossArguments(ClipArguments):
     """The policy-gradient loss."""
 
     loss_type: LossType = option("dapo", "Which surrogate and which reduction.")
+    epsilon_high: float | None = option(
+        None, "Upper clip of the policy ratio; for `cispo` the cap of the ratio itself."
+    )
     importance_sampling_level: Literal["token", "sequence"] = option(
         "token", "Policy ratio per token, or one per sequence (GSPO)."
     )
@@ -255,8 +256,13 @@ class RLOOArguments(PolicyGradientArguments):
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
     num_generations: int | None = option(2, "Completions per prompt: the group size.")
+    vllm_importance_sampling_mode: SamplerCorrectionMode = option(
+        "sequence_mask", "What becomes of ratios outside the bounds: `sequence_truncate` or `sequence_mask`."
+    )
     beta: float = option(0.05, "Weight of the KL divergence that is taken off the reward; 0 loads no reference model.")
-    normalize_advantages: bool = option(False, "Normalise advantages by their mean and deviation over the batch.")
+    normalize_advantages: bool = option(
+        False, "Divide advantages by their standard deviation over the generation round."
+    )
     reward_clip_range: tuple[float, float] | None = option(None, "Lowest and highest reward; others are clamped.")
 
 

@@ -1,8 +1,10 @@
 """Configurations of `DistillationTrainer` and `ServerDistillationTrainer`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from trl.errors import ConfigError
+from trl.models.load import weight_bytes
 from trl.trainer.arguments import DistillationArguments, ServerDistillationArguments
 from trl.trainer.group_batches import GroupPlan, plan_of_prompts
 from trl.trainer.online_config import OnlineConfig
@@ -27,6 +29,20 @@ class DistillationConfig(DistillationArguments, OnlineConfig):  # type: ignore[m
     def group_plan(self) -> GroupPlan:
         """One completion of each prompt."""
         return plan_of_prompts(self, group_size=1)
+
+    @property
+    def teacher_loading(self) -> dict[str, Any]:
+        """Arguments of the teacher's `from_pretrained`: unless they say so, it is in the dtype of mixed precision."""
+        assert not isinstance(self.teacher_model_init_kwargs, str)  # the parent made a dict of it
+        dtype = "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+        revision = {} if self.teacher_model_revision is None else {"revision": self.teacher_model_revision}
+        return {"dtype": dtype, **revision, **(self.teacher_model_init_kwargs or {})}
+
+    def frozen_bytes(self, policy_bytes: int) -> int:
+        """The teacher's weights, where it is given by name."""
+        if self.teacher_model_name_or_path is None:
+            return 0
+        return weight_bytes(self.teacher_model_name_or_path, self.teacher_loading, self.trust_remote_code)
 
 
 @dataclass

@@ -65,7 +65,7 @@ class DistillationTrainer(DistillingTrainer):
         super().prepare_models(policy)
         teacher = self._given_teacher
         if isinstance(teacher, str):
-            teacher = load_policy(teacher, _teacher_init_kwargs(self.args), self.args.trust_remote_code)
+            teacher = load_policy(teacher, self.args.teacher_loading, self.args.trust_remote_code)
         check_same_tokens(policy, self.processing_class, teacher, trust_remote_code=self.args.trust_remote_code)
         self.teacher_model = frozen(teacher).to(self.accelerator.device)
         self.teacher_packed = supports_packing(self.teacher_model)
@@ -117,11 +117,3 @@ def _given_teacher(
             if getattr(args, name):
                 raise ConfigError(f"`{name}` is for a teacher given by name, and this one is loaded: leave it out.")
     return teacher
-
-
-def _teacher_init_kwargs(args: DistillationConfig) -> dict[str, Any]:
-    """How the teacher is loaded: in the dtype of mixed precision, as it is not trained, unless another one is given."""
-    assert not isinstance(args.teacher_model_init_kwargs, str)  # the config made a dict of it
-    dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
-    revision = {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
-    return {"dtype": dtype, **revision, **(args.teacher_model_init_kwargs or {})}

@@ -67,6 +67,10 @@ class OnlineConfig(OnlineArguments, TrainerConfig):  # type: ignore[misc]  # see
         """Whether the loss looks at a reference model."""
         return False
 
+    def frozen_bytes(self, policy_bytes: int) -> int:
+        """What the weights of the models beside the policy take, as far as the options tell."""
+        return policy_bytes if self.needs_reference else 0
+
     @property
     def eval_batch_size(self) -> int:
         """Completions of one evaluation batch."""

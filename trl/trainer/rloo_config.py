@@ -23,7 +23,9 @@ class RLOOConfig(RLOOArguments, PolicyGradientConfig):  # type: ignore[misc]  # 
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reward_clip_range is not None:
-            low, high = self.reward_clip_range
-            if low >= high:
-                raise ConfigError(f"`reward_clip_range` is the lowest and the highest reward (got {low} and {high}).")
+        if self.reward_clip_range is None:
+            return
+        bounds = tuple(self.reward_clip_range)
+        if len(bounds) != 2 or bounds[0] >= bounds[1]:
+            raise ConfigError(f"`reward_clip_range` is two numbers, the lowest and the highest reward (got {bounds}).")
+        self.reward_clip_range = bounds

@@ -1,11 +1,13 @@
 """On-policy distillation from a teacher behind `vllm serve`."""
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from trl.errors import ConfigError
 from trl.functional.divergence import support_divergence
 from trl.generation.vllm_teacher import TeacherLogps, connect_teacher
 from trl.trainer.base import Mode, default_output_dir, refuse_unsupported
@@ -48,15 +50,22 @@ class ServerDistillationTrainer(DistillingTrainer):
         peft_config: Any = None,
     ):
         refuse_unsupported(quantization_config=quantization_config, peft_config=peft_config)
+        args = args or ServerDistillationConfig(output_dir=default_output_dir(model, "ServerDistillation"))
         super().__init__(
             model,
-            args or ServerDistillationConfig(output_dir=default_output_dir(model, "ServerDistillation")),
+            args,
             processing_class=processing_class,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        own = {_address(scorer.name) for scorer in self.engine.scorers if scorer.name.startswith("http")}
+        if _address(self.teacher.client.base_url) in own:
+            raise ConfigError(
+                f"`teacher_model_server_url` is the server of the student (got {args.teacher_model_server_url}), whose "
+                "weights are replaced after each step: start another one for the teacher."
+            )
 
     def prepare_models(self, policy: PreTrainedModel) -> None:
         """Also connects to the teacher."""
@@ -96,6 +105,13 @@ class ServerDistillationTrainer(DistillingTrainer):
             out.logps, batch.teacher_logps, self.args.beta, add_tail=self.args.loss_add_tail, valid=valid
         )
         return values, out.entropies
+
+
+def _address(url: str) -> tuple[str, int | None]:
+    """Host and port; the names of this machine count as one."""
+    parts = urlsplit(url)
+    local = parts.hostname in ("0.0.0.0", "127.0.0.1", "localhost", "::1")
+    return "localhost" if local else str(parts.hostname), parts.port
 
 
 def support(told: TeacherLogps, completion_ids: Tensor, beta: float) -> tuple[Tensor, Tensor]:
