@@ -403,7 +403,6 @@ def test_an_evaluation_has_the_loss_of_new_completions(tmp_path):
     assert logs(trainer, "num_tokens") == [24]
 
 
-@pytest.mark.xfail(strict=True, reason="batches of an evaluation count by their completions, not by their tokens")
 def test_the_loss_of_an_evaluation_is_the_mean_over_its_tokens(tmp_path, expected):
     """However it is cut into batches, as in training, and as its own entropy is."""
     loss, entropy, _ = expected[1.0, 1.0]

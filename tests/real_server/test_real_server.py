@@ -1,4 +1,4 @@
-"""The online methods against a real `vllm serve` on the CPU. The trainer's environment has no vLLM: HTTP and a group suffice."""
+"""The online methods against a real `vllm serve` on the CPU. The trainer's environment has no vLLM."""
 
 import importlib.util
 import math

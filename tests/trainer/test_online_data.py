@@ -21,8 +21,6 @@ from fixtures.online_methods import (
 )
 from fixtures.runs import logs, prompts
 
-from trl.errors import ConfigError
-
 SOME = prompts("w10", "w11", "w12 w13", "w14")
 ENGINES = {"local": lambda: None, "scripted": scripted_engine}
 
@@ -67,15 +65,7 @@ def test_evaluation_does_not_depend_on_the_batch_size(tmp_path, name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(
-                name == "online-dpo", strict=True, raises=ConfigError, reason="prompts are checked as completions"
-            ),
-        )
-        for name in METHODS
-    ],
+    [pytest.param(name) for name in METHODS],
 )
 def test_three_prompts_are_a_batch_for_evaluation(tmp_path, name):
     method = METHODS[name]

@@ -86,6 +86,8 @@ def test_defaults_are_silent_and_checkpoint_activations():
         (1, 1, [1]),
         ([0.3], 0.3, [0.3]),
         ([0.3, 0.2], [0.3, 0.2], [0.3, 0.2]),
+        ((0.3, 0.2), [0.3, 0.2], [0.3, 0.2]),
+        ((0.3,), 0.3, [0.3]),
     ],
 )
 def test_a_number_or_one_for_each_epoch(given, kept, by_epoch):
@@ -114,17 +116,10 @@ def test_beta_of_a_file(tmp_path, line, expected):
     assert build_config(parse("online-dpo", ["--config", str(tmp_path / "run.yaml")])).beta == expected
 
 
-@pytest.mark.parametrize("beta", [0, 0.0, -0.1, [], [0.0], [0.1, 0.0], [0.1, -1.0]])
+@pytest.mark.parametrize("beta", [0, -0.1, [], [0.0], [0.1, 0.0], [0.1, -1.0], None, "0.1", ["0.1"], float("nan")])
 def test_beta_must_be_above_zero_in_every_epoch(beta):
     with pytest.raises(ConfigError, match=r"`beta` must be above 0, in every epoch \(got"):
         config(beta=beta)
-
-
-@pytest.mark.xfail(strict=True, reason="what is no number is not noticed, or raises something else")
-@pytest.mark.parametrize("changes", [{"beta": None}, {"beta": (0.2, 0.1)}, {"beta": "0.1"}, {"beta": float("nan")}])
-def test_a_beta_that_is_no_number_is_named(changes):
-    with pytest.raises(ConfigError, match="`beta`"):
-        config(**changes)
 
 
 # ---- what is checked ----
@@ -137,6 +132,7 @@ def test_a_beta_that_is_no_number_is_named(changes):
         ({"loss_type": None}, r"`loss_type` must be one of sigmoid, ipo \(got None\)"),
         ({"max_new_tokens": 0}, r"`max_new_tokens` must be at least 1 \(got 0\)"),
         ({"max_new_tokens": None}, r"`max_new_tokens` must be at least 1 \(got None\)"),
+        ({"max_length": None}, r"`max_length` is a number of tokens \(got None\)"),
         ({"temperature": -0.1}, r"`temperature` must not be negative \(got -0.1\)"),
         ({"auto_find_batch_size": True}, "`auto_find_batch_size`"),
     ],
@@ -144,12 +140,6 @@ def test_a_beta_that_is_no_number_is_named(changes):
 def test_settings_that_cannot_work_are_named(changes, message):
     with pytest.raises(ConfigError, match=message):
         config(**changes)
-
-
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="compared before it is checked")
-def test_a_missing_max_length_is_named():
-    with pytest.raises(ConfigError, match="`max_length`"):
-        config(max_length=None)
 
 
 @pytest.mark.parametrize(

@@ -376,15 +376,7 @@ def test_dropout_that_is_switched_off_leaves_every_ratio_at_one(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(
-                name == "rloo", strict=True, reason="the whole round is scored in one forward pass"
-            ),
-        )
-        for name in GROUP_METHODS
-    ],
+    [pytest.param(name) for name in GROUP_METHODS],
 )
 def test_without_a_token_budget_no_forward_pass_is_larger_than_a_micro_step(tmp_path, name):
     """Four micro-steps of two completions, whose old and reference log-probs are needed."""

@@ -171,9 +171,14 @@ def connect_teacher(
 
 def teacher_client(url: str, *, api_key: str | None, request_timeout: float) -> VLLMClient:
     """A client of the server at `teacher_model_server_url`; nothing is asked yet."""
+    check_teacher_url(url)
+    return VLLMClient(url, api_key=api_key, timeout=request_timeout)
+
+
+def check_teacher_url(url: str) -> None:
+    """Raises `ConfigError` for a `teacher_model_server_url` that is none."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"`teacher_model_server_url` must start with http:// or https:// (got {url!r}).")
-    return VLLMClient(url, api_key=api_key, timeout=request_timeout)
 
 
 def check_teacher(client: VLLMClient, facts: ServerFacts, top_k: int, student_tokens: int | None = None) -> None:

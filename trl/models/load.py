@@ -33,7 +33,10 @@ def load_policy(
     Raises:
         ConfigError: the model cannot be found, or its attention implementation cannot be had.
     """
-    kwargs = {"dtype": "float32", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
+    given = dict(init_kwargs or {})
+    if "torch_dtype" in given:
+        given.setdefault("dtype", given.pop("torch_dtype"))  # its name in older versions of transformers
+    kwargs = {"dtype": "float32", "trust_remote_code": trust_remote_code, **given}
     try:
         return AutoModelForCausalLM.from_pretrained(name, **kwargs)
     except OSError as error:
@@ -78,11 +81,15 @@ def load_tokenizer(model: PreTrainedModel, trust_remote_code: bool = False) -> P
     if not name:
         raise ConfigError("The model was made in memory, so its tokenizer is unknown: pass `processing_class`.")
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"No tokenizer stands beside the model `{name}`: pass `processing_class`. ({error})"
         ) from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        # For some families transformers makes one up where there is none.
+        raise ConfigError(f"No tokenizer stands beside the model `{name}`: pass `processing_class`.")
+    return tokenizer
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
@@ -150,7 +157,7 @@ def check_same_tokens(
                     "here. Choose a teacher of the same family."
                 )
     own, told = (m.config.get_text_config().vocab_size for m in (model, other))
-    known = len(tokenizer) if others is not None else own
+    known = 1 + max(tokenizer.get_vocab().values()) if others is not None else own
     if told < known:
         raise ConfigError(
             f"The teacher has fewer tokens than the model writes (got {told} and {known}): choose a teacher of the "

@@ -24,9 +24,9 @@ def split(
     """The micro-batches of a slice: its active sequences, cut so that none exceeds the token budget.
 
     Sequences of one unit (`RolloutBatch.unit_of_seq`) stay together. A unit longer than the budget gets a micro-batch
-    of its own. Inactive sequences, whose every term of the loss is
-    zero, cost no forward pass. All processes get the same number of micro-batches, at least one: who has fewer repeats
-    a unit that counts for nothing.
+    of its own. Inactive sequences, whose every term of the loss is zero, cost no forward pass. All processes get the
+    same number of micro-batches, at least one: who has fewer repeats a unit that counts for nothing, because a zero
+    gradient is not the same as none.
 
     Args:
         active: `[N]` bool, on the CPU.

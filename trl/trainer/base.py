@@ -93,6 +93,10 @@ class BaseTrainer(Trainer):
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["prompt", "image", "images"]  # type: ignore[assignment]
 
+    def compute_loss_context_manager(self) -> AbstractContextManager:
+        """Mixed precision for the whole loss: the LM head, and models that are not trained, run in it too."""
+        return self.accelerator.autocast()
+
     def no_sync(self, model: nn.Module, last: bool) -> AbstractContextManager:
         """Holds gradients back until the last micro-batch of an optimizer step."""
         if last or not self.accelerator.sync_gradients:

@@ -1,12 +1,17 @@
 """What every trainer's config adds to `transformers.TrainingArguments`."""
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
 from trl.errors import ConfigError
 from trl.trainer.arguments import BaseArguments
+
+# Dictionary options of `transformers.TrainingArguments` that also take the name of a file or of a preset.
+_MAY_BE_A_PATH = ("accelerator_config", "fsdp_config", "deepspeed", "parallelism_config", "debug")
 
 
 @dataclass
@@ -25,6 +30,8 @@ class TrainerConfig(BaseArguments, TrainingArguments):  # type: ignore[misc]  # 
     def __post_init__(self) -> None:
         # Fields of other methods may be missing here: the parent reads every name in the list.
         self._VALID_DICT_FIELDS = [name for name in self._VALID_DICT_FIELDS if name in self.__dataclass_fields__]
+        for name in self._VALID_DICT_FIELDS:
+            setattr(self, name, _as_dict(name, getattr(self, name)))
         self._resolve_precision()
         if "activation_checkpointing" in self.__dataclass_fields__ and self.activation_checkpointing is None:
             # The newer name in transformers; the older one stays ours.
@@ -48,3 +55,20 @@ class TrainerConfig(BaseArguments, TrainingArguments):  # type: ignore[misc]  # 
             self.use_cpu = True  # the parent would otherwise look for a GPU
         if self.fp16 and not torch.accelerator.is_available():
             raise ConfigError("`fp16=True` needs a GPU, and there is none: leave it out, or set `bf16=True`.")
+
+
+def _as_dict(name: str, value: Any) -> Any:
+    """The value; of a text that is JSON, what it says.
+
+    Raises:
+        ConfigError: a text that is no JSON object.
+    """
+    if not isinstance(value, str) or name in _MAY_BE_A_PATH:
+        return value
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"`{name}` must be a mapping, or a JSON object as text (got {value!r}).")
+    return parsed

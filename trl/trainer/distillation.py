@@ -26,3 +26,7 @@ class DistillingTrainer(OnlineTrainer):
         values, entropies = self.divergences(model, batch)
         self.metrics[mode].ratio("entropy", (entropies.detach() * batch.loss_mask).sum(), batch.loss_mask.sum())
         return reduce_step_token_mean(values, batch.loss_mask, batch.seq_of_token, batch.norm)
+
+    def eval_weight(self, batch: RolloutBatch) -> float:
+        """How much the loss of an evaluation batch counts beside others': its loss tokens."""
+        return float(batch.loss_mask.sum())

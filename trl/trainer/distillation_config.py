@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl.errors import ConfigError
+from trl.generation.vllm_teacher import check_teacher_url
 from trl.models.load import weight_bytes
 from trl.trainer.arguments import DistillationArguments, ServerDistillationArguments
 from trl.trainer.group_batches import GroupPlan, plan_of_prompts
@@ -34,9 +35,11 @@ class DistillationConfig(DistillationArguments, OnlineConfig):  # type: ignore[m
     def teacher_loading(self) -> dict[str, Any]:
         """Arguments of the teacher's `from_pretrained`: unless they say so, it is in the dtype of mixed precision."""
         assert not isinstance(self.teacher_model_init_kwargs, str)  # the parent made a dict of it
+        given = self.teacher_model_init_kwargs or {}
         dtype = "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+        default = {} if "torch_dtype" in given else {"dtype": dtype}
         revision = {} if self.teacher_model_revision is None else {"revision": self.teacher_model_revision}
-        return {"dtype": dtype, **revision, **(self.teacher_model_init_kwargs or {})}
+        return {**default, **revision, **given}
 
     def frozen_bytes(self, policy_bytes: int) -> int:
         """The teacher's weights, where it is given by name."""
@@ -59,6 +62,7 @@ class ServerDistillationConfig(ServerDistillationArguments, DistillationConfig):
         super().__post_init__()
         if self.teacher_model_server_url is None:
             raise ConfigError("`teacher_model_server_url` is missing: set it to the URL of the teacher's `vllm serve`.")
+        check_teacher_url(self.teacher_model_server_url)
         for name in ("teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs"):
             if (value := getattr(self, name)) is not None:
                 raise ConfigError(f"`{name}={value!r}` is for a teacher in this process: leave it out.")

@@ -107,6 +107,8 @@ def _given_teacher(
     teacher_model: str | PreTrainedModel | None, model: str | PreTrainedModel, args: DistillationConfig
 ) -> str | PreTrainedModel:
     """The teacher, by name or as a model."""
+    if teacher_model is not None and args.teacher_model_name_or_path is not None:
+        raise ConfigError("The teacher is given twice, by `teacher_model` and `teacher_model_name_or_path`: leave one.")
     teacher = args.teacher_model_name_or_path if teacher_model is None else teacher_model
     if teacher is None:
         raise ConfigError("There is no teacher: pass `teacher_model`, or set `teacher_model_name_or_path`.")

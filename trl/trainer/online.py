@@ -141,6 +141,10 @@ class OnlineTrainer(GroupLoaders):
     def loss(self, model: nn.Module, batch: RolloutBatch, mode: Mode) -> Tensor:
         """Scalar: what this micro-batch adds to the loss of the optimizer step."""
 
+    def eval_weight(self, batch: RolloutBatch) -> float:
+        """How much the loss of an evaluation batch counts beside others': its sequences."""
+        return float(batch.num_sequences)
+
     @property
     def needs_sampling_logps(self) -> bool:
         """Whether the engine's log-probs are looked at: they cost it time."""
@@ -152,11 +156,12 @@ class OnlineTrainer(GroupLoaders):
         return self.sampling.temperature or 1.0
 
     def active_sequences(self, batch: RolloutBatch) -> Tensor:
-        """`[N]` bool, on the CPU: sequences with a term of the loss that is not zero."""
-        tokens = torch.zeros(batch.num_sequences, dtype=torch.long).index_add(
-            0, batch.seq_of_token.cpu(), batch.loss_mask.long().cpu()
+        """`[N]` bool, on the CPU: sequences with a term of the loss that is not zero, and the others of their unit."""
+        units = batch.units
+        tokens = torch.zeros(int(units.max()) + 1, dtype=torch.long).index_add(
+            0, units[batch.seq_of_token.cpu()], batch.loss_mask.long().cpu()
         )
-        return tokens > 0
+        return tokens[units] > 0
 
     # ---- one step ----
 
@@ -192,8 +197,6 @@ class OnlineTrainer(GroupLoaders):
         self.optimizer.train()
         batch = self._in_short_step(self._prepare_inputs(inputs))
         active = self.active_sequences(batch)
-        if not active.any():
-            active = batch.units == batch.units[0]  # a zero gradient is not the same as none: momentum moves on
         micro_batches = split(batch, active, self.args.max_tokens_per_micro_batch, self.processes.largest)
         total = torch.zeros((), device=self.accelerator.device)
         for i, micro_batch in enumerate(micro_batches):
@@ -224,8 +227,8 @@ class OnlineTrainer(GroupLoaders):
         batch.norm = self._normalizers([batch], accumulation=1)[0]
         with self.memory.phase("score"), torch.no_grad(), self.compute_loss_context_manager():
             loss = self.loss(model, batch, "eval").detach()
-        # Weighted by its sequences, where transformers would count the last, smaller batch as a whole one.
-        self.metrics["eval"].mean("loss", loss, weights=float(batch.num_sequences))
+        # Weighted, where transformers would count the last, smaller batch as a whole one.
+        self.metrics["eval"].mean("loss", loss, weights=self.eval_weight(batch))
         return loss, None, None
 
     def _generation_batch(self, rows: Rows) -> list[RolloutBatch]:
@@ -276,12 +279,19 @@ class OnlineTrainer(GroupLoaders):
         # Dropout off: these are the numbers of the policy, not of a random thinning of it.
         model.eval()
         with self.memory.phase("score"), torch.no_grad(), self.compute_loss_context_manager():
-            for piece in pieces(batch, torch.arange(batch.num_sequences), self.args.max_tokens_per_micro_batch):
+            for piece in self._forward_pieces(batch):
                 out = self.token_logps(model, batch.select(piece), **options)
                 where = batch.tokens_of(piece)
                 logps[where], entropies[where] = out.logps.float(), out.entropies.float()
         model.train(training)
         return TokenLogps(logps, entropies)
+
+    def _forward_pieces(self, batch: RolloutBatch) -> list[Tensor]:
+        """The sequences by forward pass: none larger than the token budget or, without one, than a micro-step."""
+        everything, budget = torch.arange(batch.num_sequences), self.args.max_tokens_per_micro_batch
+        if budget is None:
+            return list(everything.split(self.group_plan.micro_step_rows))
+        return pieces(batch, everything, budget)
 
     def token_logps(self, model: nn.Module, batch: RolloutBatch, **options: Any) -> TokenLogps:
         """`models.forward.token_logps` with this run's settings."""

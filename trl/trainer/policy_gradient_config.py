@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from trl.errors import ConfigError
 from trl.trainer.arguments import PolicyGradientArguments
-from trl.trainer.group_batches import GroupPlan, group_plan, resolve_batch_sizes
+from trl.trainer.group_batches import GroupPlan, check_eval_batch, group_plan, resolve_batch_sizes
 from trl.trainer.online_config import OnlineConfig
 
 
@@ -44,6 +44,10 @@ class PolicyGradientConfig(PolicyGradientArguments, OnlineConfig):  # type: igno
     def needs_reference(self) -> bool:
         """Whether the loss looks at a reference model."""
         return self.beta != 0.0
+
+    def check_evaluation(self) -> None:
+        """Raises `ConfigError` unless evaluation batches hold whole groups."""
+        check_eval_batch(self, self.group_plan.eval_group_size)
 
     def _check_sampler_correction(self) -> None:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max

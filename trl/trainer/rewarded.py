@@ -15,6 +15,9 @@ from trl.trainer.online import OnlineTrainer, Samples
 from trl.trainer.prompt_datasets import ROW_COLUMNS, check_prompt_datasets, extra_columns
 from trl.types import RolloutBatch
 
+# What the table of completions has of every method.
+_TABLE_COLUMNS = ("step", "prompt", "completion")
+
 
 class RewardedTrainer(OnlineTrainer):
     """An `OnlineTrainer` whose method brings `annotate` (what the rewards mean for each sequence) and `loss`."""
@@ -65,7 +68,9 @@ class RewardedTrainer(OnlineTrainer):
         """Rewards, and what the method makes of them."""
         own_rewards = self._rewards(samples, mode)
         columns = self.annotate(batch, self.processes.gather(own_rewards).cpu(), mode)
-        return {**{name: own_rewards[:, i].tolist() for i, name in enumerate(self.scorer.names)}, **columns}
+        taken = {*_TABLE_COLUMNS, *columns}
+        names = [f"rewards/{name}" if name in taken else name for name in self.scorer.names]
+        return {**{name: own_rewards[:, i].tolist() for i, name in enumerate(names)}, **columns}
 
     def _rewards(self, samples: Samples, mode: Mode) -> Tensor:
         """Rewards of this process's rows, `[N, F]`; their statistics are recorded."""
