@@ -121,8 +121,11 @@ def test_options_of_other_losses_are_not_taken():
             {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 3},
             r"`num_generations_eval` must divide .*got 3 and 8",
         ),
-        ({"reward_clip_range": (0.7, 0.2)}, r"`reward_clip_range` is the lowest and the highest .*got 0.7 and 0.2"),
-        ({"reward_clip_range": (0.2, 0.2)}, "got 0.2 and 0.2"),
+        ({"reward_clip_range": (0.7, 0.2)}, r"`reward_clip_range` is two numbers, the lowest .*got \(0.7, 0.2\)"),
+        ({"reward_clip_range": (0.2, 0.2)}, r"got \(0.2, 0.2\)"),
+        ({"reward_clip_range": (0.5,)}, r"`reward_clip_range` is two numbers.*got \(0.5,\)"),
+        ({"reward_clip_range": [0.0, 0.5, 1.0]}, r"got \(0.0, 0.5, 1.0\)"),
+        ({"reward_clip_range": ()}, r"got \(\)"),
         ({"sync_ref_model": True, "beta": 0.0}, r"`sync_ref_model=True` needs a reference model: set `beta` above 0"),
         # One ratio a sequence: a correction of single tokens has no place.
         (
@@ -143,12 +146,6 @@ def test_options_of_other_losses_are_not_taken():
 def test_settings_that_cannot_work_are_named(changes, message):
     with pytest.raises(ConfigError, match=message):
         config(**changes)
-
-
-@pytest.mark.parametrize("given", [(0.5,), (0.0, 0.5, 1.0), ()])
-def test_a_range_of_more_or_fewer_than_two_numbers_is_named(given):
-    with pytest.raises(ConfigError, match="`reward_clip_range`"):
-        config(reward_clip_range=given)
 
 
 def test_a_reference_model_that_follows_is_fine_beside_the_default_beta():
@@ -197,7 +194,7 @@ def test_a_pair_from_a_file(tmp_path, line):
 
 def test_a_pair_that_is_none_is_a_config_error_on_the_command_line_too(tmp_path):
     argv = ["--output_dir", str(tmp_path), "--use_cpu", "--report_to", "none", "--reward_clip_range"]
-    with pytest.raises(ConfigError, match=r"got 0.7 and 0.2"):
+    with pytest.raises(ConfigError, match=r"got \(0.7, 0.2\)"):
         build_config(parse("rloo", [*argv, "0.7", "0.2"]))
     with pytest.raises(ConfigError, match="`reward_clip_range` must be a number"):
         parse("rloo", [*argv, "low", "high"])
@@ -211,5 +208,5 @@ def test_the_saved_form_can_be_read_back(tmp_path):
     assert loaded.to_dict() == args.to_dict()
     as_json = json.loads(args.to_json_string())
     assert as_json["reward_clip_range"] == [0.2, 0.7]
-    # A pair that went through JSON is a list, and does the same.
-    assert config(reward_clip_range=as_json["reward_clip_range"]).reward_clip_range == [0.2, 0.7]
+    # A pair that went through JSON comes back as a list.
+    assert config(reward_clip_range=as_json["reward_clip_range"]).reward_clip_range == (0.2, 0.7)

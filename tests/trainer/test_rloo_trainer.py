@@ -374,10 +374,7 @@ def test_dropout_that_is_switched_off_leaves_every_ratio_at_one(tmp_path):
     assert logs(with_dropout, "kl")[0] > 1e-3
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name) for name in GROUP_METHODS],
-)
+@pytest.mark.parametrize("name", GROUP_METHODS)
 def test_without_a_token_budget_no_forward_pass_is_larger_than_a_micro_step(tmp_path, name):
     """Four micro-steps of two completions, whose old and reference log-probs are needed."""
     method = METHODS[name]

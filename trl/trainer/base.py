@@ -93,7 +93,7 @@ class BaseTrainer(Trainer):
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["prompt", "image", "images"]  # type: ignore[assignment]
 
-    def compute_loss_context_manager(self) -> AbstractContextManager:
+    def compute_loss_context_manager(self) -> AbstractContextManager:  # type: ignore[override]  # no stack is needed
         """Mixed precision for the whole loss: the LM head, and models that are not trained, run in it too."""
         return self.accelerator.autocast()
 
