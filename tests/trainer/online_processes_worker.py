@@ -119,7 +119,7 @@ def evaluation(method: Method, folder: Path) -> dict[str, Any]:
 
 
 def sampled(method: Method, folder: Path, resume_at: int | None = None) -> dict[str, Any]:
-    """Four steps on what the model itself writes: what was logged, the rounds, and the weights in the end.
+    """Four steps on what the model itself writes after one prompt: what was logged, the rounds, the weights in the end.
 
     Args:
         resume_at: goes on from the checkpoint of this step, which an earlier call has left.
@@ -128,7 +128,7 @@ def sampled(method: Method, folder: Path, resume_at: int | None = None) -> dict[
     if method.name in GROUP_METHODS:
         # Two optimizer steps a round: a checkpoint lies inside one.
         changes |= {"steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3}
-    trainer = method.make(method.make_config(folder / method.name, **changes), PROMPTS)
+    trainer = method.make(method.make_config(folder / method.name, **changes), prompts(*["w10 w30"] * 16))
     rounds = recorded_rounds(trainer)
     trainer.train(resume_from_checkpoint=resume_at and str(folder / method.name / f"checkpoint-{resume_at}"))
     logged = list(map(timeless, trainer.state.log_history[:4]))

@@ -28,5 +28,6 @@ class DistillingTrainer(OnlineTrainer):
         return reduce_step_token_mean(values, batch.loss_mask, batch.seq_of_token, batch.norm)
 
     def eval_weight(self, batch: RolloutBatch) -> float:
-        """How much the loss of an evaluation batch counts beside others': its loss tokens."""
-        return float(batch.loss_mask.sum())
+        """How much the loss of an evaluation batch counts beside others': its loss tokens, on all processes."""
+        assert batch.norm is not None
+        return batch.norm.tokens
