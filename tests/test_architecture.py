@@ -26,6 +26,7 @@ FLOORS = {
     "functional": 0,
     "data": 0,
     "data_utils": 0,
+    "import_utils": 0,
     "models": 1,
     "rewards": 1,
     "weights": 2,
@@ -36,7 +37,7 @@ FLOORS = {
     "cli": 5,
 }
 # Parts of floor 0 stand alone: none imports another.
-ALONE = {"functional": ("functional",), "data": ("data",), "data_utils": ("data",)}
+ALONE = {"functional": ("functional",), "data": ("data",), "data_utils": ("data",), "import_utils": ()}
 FACADE = "trl"
 """`trl/__init__.py` names everything, and imports it on first use only."""
 

@@ -411,8 +411,8 @@ def test_a_teacher_that_fails_is_a_failure(distillation: Callable[..., list[Find
 
 
 def test_a_teacher_has_a_url(distillation: Callable[..., list[Finding]]) -> None:
-    finding = of("teacher", distillation("127.0.0.1:8001"))
-    assert (finding.verdict, "http://" in finding.repair) == ("fail", True)
+    finding = of("settings", distillation("127.0.0.1:8001"))
+    assert (finding.verdict, "http://" in finding.detail + finding.repair) == ("fail", True)
 
 
 def test_the_policys_server_and_the_teachers_are_both_looked_at(distillation: Callable[..., list[Finding]]) -> None:

@@ -165,8 +165,11 @@ def _memory(args: Any, model: _Attempt, longest: int) -> Iterator[Finding]:
         return
     free, total = gpu_memory()
     policy = model.value.policy
-    frozen = args.frozen_bytes(sum(p.numel() * p.element_size() for p in policy.parameters()))
-    planned = plan_of(args, policy, longest, frozen_bytes=frozen, total_bytes=total)
+    frozen = _Attempt("GPU memory", lambda: args.frozen_bytes(sum(p.nbytes for p in policy.parameters())))
+    if frozen.failed:
+        yield frozen.finding("")
+        return
+    planned = plan_of(args, policy, longest, frozen_bytes=frozen.value, total_bytes=total)
     if planned is None:
         yield Finding("GPU memory", "skip", "the model's config has not the sizes that a plan needs")
         return

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl._deps import require_vllm
 from trl.errors import ConfigError, NotSupportedError
-from trl.generation.connect import ServerArguments, connect
+from trl.generation.connect import ServerArguments, connect, server_urls
 from trl.generation.dispatch import EngineGroup, Processes, join_alone, leave_alone
 from trl.generation.local import LocalEngine
 from trl.generation.vllm_colocate import VLLMColocateEngine
@@ -26,7 +26,6 @@ class EngineArguments(ServerArguments, Protocol):
     """The options read here (`trl.trainer.arguments.VLLMArguments` and `transformers.TrainingArguments`)."""
 
     use_vllm: bool
-    vllm_mode: str
     vllm_model_impl: str
     vllm_enable_sleep_mode: bool
     vllm_gpu_memory_utilization: float
@@ -36,12 +35,20 @@ class EngineArguments(ServerArguments, Protocol):
     seed: int
 
     @property
+    def vllm_mode(self) -> str: ...
+
+    @property
     def world_size(self) -> int: ...
 
 
 def is_colocated(args: EngineArguments) -> bool:
     """Whether vLLM shares the trainer's process, and its GPU's memory."""
     return args.use_vllm and args.vllm_mode == "colocate"
+
+
+def urls_of_servers(args: EngineArguments) -> list[str]:
+    """Where the servers of these arguments are; none where completions come from elsewhere."""
+    return server_urls(args) if args.use_vllm and args.vllm_mode == "server" else []
 
 
 def engine_size(args: EngineArguments, model: PreTrainedModel, sequences: int) -> EngineSize | None:

@@ -33,10 +33,7 @@ def load_policy(
     Raises:
         ConfigError: the model cannot be found, or its attention implementation cannot be had.
     """
-    given = dict(init_kwargs or {})
-    if "torch_dtype" in given:
-        given.setdefault("dtype", given.pop("torch_dtype"))  # its name in older versions of transformers
-    kwargs = {"dtype": "float32", "trust_remote_code": trust_remote_code, **given}
+    kwargs = {"dtype": "float32", "trust_remote_code": trust_remote_code, **_renamed(init_kwargs)}
     try:
         return AutoModelForCausalLM.from_pretrained(name, **kwargs)
     except OSError as error:
@@ -51,18 +48,26 @@ def load_policy(
         ) from error
 
 
+def _renamed(init_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """The arguments, with the dtype under its newer name."""
+    kwargs = dict(init_kwargs or {})
+    if "torch_dtype" in kwargs:
+        kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
+    return kwargs
+
+
 def weight_bytes(name: str, init_kwargs: dict[str, Any], trust_remote_code: bool = False) -> int:
     """What the weights of this model take as `load_policy` loads them; only its config is read.
 
     Raises:
         ConfigError: the model cannot be found.
     """
-    kwargs = dict(init_kwargs)
-    dtype = kwargs.pop("dtype", "float32")
+    kwargs = _renamed(init_kwargs)
+    dtype = kwargs.get("dtype", "float32")
     revision = {"revision": kwargs["revision"]} if "revision" in kwargs else {}
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"The model `{name}` cannot be loaded: {str(error).strip().splitlines()[0]}") from error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

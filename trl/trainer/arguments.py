@@ -42,9 +42,6 @@ class ModelArguments:
         None, "Arguments of `from_pretrained` when the model is given by name, e.g. `dtype` or `attn_implementation`."
     )
     trust_remote_code: bool = option(False, "Run code that a model, tokenizer or reward model brings along.")
-    router_aux_loss_coef: float | None = option(
-        None, "Weight of a mixture-of-experts model's balance loss. Not set: the model config's; 0: off."
-    )
     disable_dropout: bool = option(False, "Set every dropout of the policy and the reference model to zero.")
     cast_lm_head_to_fp32: bool = option(False, "Compute the LM head's product in float32.")
 
@@ -241,6 +238,10 @@ class PolicyGradientArguments(
 ):
     """What the methods share that reinforce completions by advantages."""
 
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of a mixture-of-experts model's balance loss. Not set: the model config's; 0: off."
+    )
+
 
 @dataclass
 class GRPOArguments(PolicyLossArguments, AdvantageArguments, PolicyGradientArguments):
@@ -304,6 +305,7 @@ class ServerDistillationArguments(DistillationArguments):
 
     teacher_model_server_url: str | None = option(None, "URL of the server that has the teacher.")
     vllm_server_port: int = option(8001, "Server: its port.")
+    temperature: float = option(1.0, "Sampling temperature. The loss compares both models at temperature 1.")
     loss_top_k: int = option(1, "Forward KL: how many of the teacher's likeliest tokens are compared.")
     loss_add_tail: bool = option(True, "Compare the probability of all other tokens too, as one.")
     reverse_kl_top_1_mode: Literal["sampled"] = option(

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from trl.errors import ConfigError
+from trl.generation.build import urls_of_servers
 from trl.generation.vllm_teacher import check_teacher_url
 from trl.models.load import weight_bytes
 from trl.trainer.arguments import DistillationArguments, ServerDistillationArguments
@@ -63,6 +65,11 @@ class ServerDistillationConfig(ServerDistillationArguments, DistillationConfig):
         if self.teacher_model_server_url is None:
             raise ConfigError("`teacher_model_server_url` is missing: set it to the URL of the teacher's `vllm serve`.")
         check_teacher_url(self.teacher_model_server_url)
+        if _address(self.teacher_model_server_url) in map(_address, urls_of_servers(self)):
+            raise ConfigError(
+                f"`teacher_model_server_url` is the server of the student (got {self.teacher_model_server_url}), whose "
+                "weights are replaced after each step: start another one for the teacher."
+            )
         for name in ("teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs"):
             if (value := getattr(self, name)) is not None:
                 raise ConfigError(f"`{name}={value!r}` is for a teacher in this process: leave it out.")
@@ -78,3 +85,11 @@ class ServerDistillationConfig(ServerDistillationArguments, DistillationConfig):
                 f"`reverse_kl_top_1_mode` can only be 'sampled' (got {self.reverse_kl_top_1_mode!r}): at the student's "
                 "likeliest token a server cannot tell the teacher's probability."
             )
+
+
+def _address(url: str) -> tuple[str, int | None]:
+    """Host and port; the names of this machine count as one."""
+    parts = urlsplit(url)
+    local = parts.hostname in ("0.0.0.0", "127.0.0.1", "localhost", "::1")
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return "localhost" if local else str(parts.hostname), port

@@ -21,7 +21,7 @@ class DistillationTrainer(DistillingTrainer):
 
     Args:
         model: name or folder of the student, a causal language model, or the model.
-        teacher_model: name, folder or model of the teacher, with the student's tokens;
+        teacher_model: name, folder or model of the teacher, with the student's tokens; a model is frozen and moved.
             `args.teacher_model_name_or_path` when not given.
         args: the configuration; `DistillationConfig()` with output in `<model name>-Distillation` when not given.
         train_dataset: rows with a `prompt` (text or messages).

@@ -27,7 +27,8 @@ class OnlineDPOTrainer(RewardedTrainer):
 
     Args:
         model: name or folder of a causal language model, or the model.
-        ref_model: the reference model, by name or as a model; a copy of `model` as it is now when not given.
+        ref_model: the reference model, by name (loaded as `model` is) or as a model, which is frozen and moved; a copy
+            of `model` as it is now when not given.
         reward_funcs: one or a list of: functions, async functions, names of sequence-classification models, modules.
             `args.reward_model_path` adds another one.
         args: the configuration; `OnlineDPOConfig()` with output in `<model name>-OnlineDPO` when not given.
@@ -105,14 +106,14 @@ class OnlineDPOTrainer(RewardedTrainer):
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Token ids of each row's prompt; of one too long for `max_length`, the end."""
         encoded = super().encode(prompts)
-        room = self.args.max_length - self.args.max_new_tokens
+        room = self.args.max_length - self.sampling.max_tokens
         longest = max(map(len, encoded), default=0)
         if longest <= room or room < 1:
             return encoded
         if not self._warned_cut:
             self._warned_cut = True
             warnings.warn(
-                f"A prompt of {longest} tokens leaves less than `max_new_tokens` ({self.args.max_new_tokens}) of "
+                f"A prompt of {longest} tokens leaves less than `max_new_tokens` ({self.sampling.max_tokens}) of "
                 f"`max_length` ({self.args.max_length}): such prompts lose their beginning. Raise `max_length` to keep "
                 "them whole.",
                 stacklevel=2,

@@ -115,8 +115,10 @@ class PolicyGradientTrainer(RewardedTrainer):
         if out.aux_loss is None:
             return loss
         assert batch.norm is not None
+        # A repeated sequence that only keeps processes in step has no loss token, and counts for nothing here too.
+        counted = torch.bincount(batch.seq_of_token[batch.loss_mask], minlength=1).count_nonzero()
         self.metrics[mode].mean("aux_loss", out.aux_loss)
-        return loss + self.balance_coef * out.aux_loss * batch.num_sequences / batch.norm.sequences
+        return loss + self.balance_coef * out.aux_loss * counted / batch.norm.sequences
 
     # ---- metrics ----
 
@@ -176,7 +178,7 @@ def _warn_of_truncated_sampling(sampling: Sampling) -> None:
             f"With {settings} the sampler's probabilities are those of the tokens that were left, the trainer's those "
             "of all: the importance ratio is off by what was cut away. Leave the truncation out, or set "
             "`vllm_importance_sampling_correction=False`.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

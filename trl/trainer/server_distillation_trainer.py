@@ -1,13 +1,12 @@
 """On-policy distillation from a teacher behind `vllm serve`."""
 
+import weakref
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from trl.errors import ConfigError
 from trl.functional.divergence import support_divergence
 from trl.generation.vllm_teacher import TeacherLogps, connect_teacher
 from trl.trainer.base import Mode, default_output_dir, refuse_unsupported
@@ -60,12 +59,6 @@ class ServerDistillationTrainer(DistillingTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        own = {_address(scorer.name) for scorer in self.engine.scorers if scorer.name.startswith("http")}
-        if _address(self.teacher.client.base_url) in own:
-            raise ConfigError(
-                f"`teacher_model_server_url` is the server of the student (got {args.teacher_model_server_url}), whose "
-                "weights are replaced after each step: start another one for the teacher."
-            )
 
     def prepare_models(self, policy: PreTrainedModel) -> None:
         """Also connects to the teacher."""
@@ -78,10 +71,12 @@ class ServerDistillationTrainer(DistillingTrainer):
             api_key=args.vllm_server_api_key,
             timeout=args.vllm_server_timeout,
             request_timeout=args.vllm_request_timeout,
-            vocab_size=policy.config.get_text_config().vocab_size,
+            # Reverse KL looks at the sampled tokens alone, which the student knows.
+            vocab_size=None if args.beta == 1.0 else policy.config.get_text_config().vocab_size,
             student_tokens=len(self.processing_class),
             allow_unsupported_version=args.vllm_allow_unsupported_version,
         )
+        weakref.finalize(self, self.teacher.close)
 
     def score(self, batch: RolloutBatch, samples: Samples, mode: Mode) -> dict[str, list[Any]]:
         """Asks the teacher for its distributions at the completions' tokens."""
@@ -105,13 +100,6 @@ class ServerDistillationTrainer(DistillingTrainer):
             out.logps, batch.teacher_logps, self.args.beta, add_tail=self.args.loss_add_tail, valid=valid
         )
         return values, out.entropies
-
-
-def _address(url: str) -> tuple[str, int | None]:
-    """Host and port; the names of this machine count as one."""
-    parts = urlsplit(url)
-    local = parts.hostname in ("0.0.0.0", "127.0.0.1", "localhost", "::1")
-    return "localhost" if local else str(parts.hostname), parts.port
 
 
 def support(told: TeacherLogps, completion_ids: Tensor, beta: float) -> tuple[Tensor, Tensor]:
