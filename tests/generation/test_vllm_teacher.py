@@ -429,5 +429,5 @@ def test_the_key_is_sent_and_asked_for() -> None:
 
 
 def test_a_url_has_a_scheme() -> None:
-    with pytest.raises(ConfigError, match=r"`teacher_model_server_url` must start with http.*got 'host:8001'"):
+    with pytest.raises(ConfigError, match=r"`teacher_model_server_url` is no URL .got 'host:8001'"):
         connect_teacher("host:8001", top_k=2)

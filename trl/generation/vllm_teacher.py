@@ -178,7 +178,7 @@ def teacher_client(url: str, *, api_key: str | None, request_timeout: float) -> 
 def check_teacher_url(url: str) -> None:
     """Raises `ConfigError` for a `teacher_model_server_url` that is none."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"`teacher_model_server_url` must start with http:// or https:// (got {url!r}).")
+        raise ConfigError(f"`teacher_model_server_url` is no URL (got {url!r}): begin it with http:// or https://.")
 
 
 def check_teacher(client: VLLMClient, facts: ServerFacts, top_k: int, student_tokens: int | None = None) -> None:
