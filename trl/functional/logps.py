@@ -4,9 +4,9 @@ Logits exist for one chunk of tokens at a time, forward and backward: memory doe
 Shapes: T tokens, H hidden size, V vocabulary, K ids asked for at each position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,30 @@ class LogitTransform:
         return grad.mul_(1 - tanh**2).mul_(self.scale / self.temperature)
 
 
+class Chosen(NamedTuple):
+    """Result of `chosen_with_statistics`.
+
+    Attributes:
+        logps: `[T]` or `[T, K]` like the targets.
+        entropies: `[T]`, in nats.
+        statistics: `[T]` by name, without gradient.
+    """
+
+    logps: Tensor
+    entropies: Tensor
+    statistics: dict[str, Tensor]
+
+
+# name -> from logits, log-probs `[t, V]` and the targets' log-probs `[t, K]` to `[t]`
+STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "is_top1": lambda logits, log_p, logp: (logp[:, 0] >= log_p.amax(1)).to(logp.dtype),
+    "mean_logits": lambda logits, log_p, logp: logits.mean(1),
+    "log_sum_sq_probs": lambda logits, log_p, logp: (2 * log_p).logsumexp(1),
+}
+"""What may be told of the distributions beside: whether the (first) target is the likeliest token, the mean of the
+logits, and `log sum_v p_v^2`."""
+
+
 def chosen_logps(
     hidden: Tensor,
     weight: Tensor,
@@ -72,6 +96,34 @@ def chosen_logps(
         compute_dtype: type of the matrix products; the type of `hidden` when not given.
         chunk_elements: logits of one chunk; by the device when not given.
     """
+    chosen = chosen_with_statistics(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        transform=transform,
+        compute_dtype=compute_dtype,
+        chunk_elements=chunk_elements,
+    )
+    return chosen.logps, chosen.entropies
+
+
+def chosen_with_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    statistics: Sequence[str] = (),
+    bias: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    compute_dtype: torch.dtype | None = None,
+    chunk_elements: int | None = None,
+) -> Chosen:
+    """As `chosen_logps`, with further numbers of the same distributions.
+
+    Args:
+        statistics: names out of `STATISTICS`.
+    """
     if chunk_elements is None:
         chunk_elements = default_chunk_elements(hidden.device)
     transform = transform or LogitTransform()
@@ -79,10 +131,11 @@ def chosen_logps(
     # Cast outside of the function, where autograd casts the gradients back.
     cast_bias = None if bias is None else bias.to(dtype)
     columns = targets if targets.ndim == 2 else targets[:, None]
-    logps, entropies = _ChosenLogps.apply(
-        hidden.to(dtype), weight.to(dtype), cast_bias, columns, transform, chunk_elements
+    names = tuple(statistics)
+    logps, entropies, *told = _ChosenLogps.apply(
+        hidden.to(dtype), weight.to(dtype), cast_bias, columns, transform, chunk_elements, names
     )
-    return logps.view(targets.shape), entropies
+    return Chosen(logps.view(targets.shape), entropies, dict(zip(names, told, strict=True)))
 
 
 def default_chunk_elements(device: torch.device) -> int:
@@ -143,7 +196,8 @@ class _ChosenLogps(torch.autograd.Function):
         targets: Tensor,
         transform: LogitTransform,
         chunk_elements: int,
-    ) -> tuple[Tensor, Tensor]:
+        statistics: tuple[str, ...],
+    ) -> tuple[Tensor, ...]:
         chunk = max(1, chunk_elements // weight.shape[0])
         keep = len(hidden) * weight.shape[0] <= KEPT_ELEMENTS
         # Results have their place before the first chunk: small tensors left between the large ones of every chunk
@@ -151,6 +205,7 @@ class _ChosenLogps(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         normalizer, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
         logp = hidden.new_empty(targets.shape, dtype=dtype)
+        told = [torch.empty_like(entropy) for _ in statistics]
         shares: list[Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), chunk):
@@ -159,6 +214,8 @@ class _ChosenLogps(torch.autograd.Function):
                 logits = head_logits(hidden[piece], weight, bias, transform)
                 log_p = logits.log_softmax(1)
                 logp[piece] = log_p.gather(1, y)
+                for name, out in zip(statistics, told, strict=True):
+                    out[piece] = STATISTICS[name](logits, log_p, logp[piece])
                 normalizer[piece] = logits.gather(1, y[:, :1]).squeeze(1) - logp[piece, 0]
                 p = log_p.exp()
                 entropy[piece] = -torch.linalg.vecdot(p, log_p)
@@ -167,11 +224,12 @@ class _ChosenLogps(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, *shares)
         ctx.transform, ctx.chunk = transform, chunk
         ctx.set_materialize_grads(False)
-        return logp, entropy
+        ctx.mark_non_differentiable(*told)
+        return logp, entropy, *told
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logp, grad_entropy = grads
+        grad_logp, grad_entropy = grads[:2]
         hidden, weight, bias, targets, normalizer, entropy, *shares = ctx.saved_tensors
         grad_logp = torch.zeros_like(targets, dtype=normalizer.dtype) if grad_logp is None else grad_logp
         gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad)
@@ -192,7 +250,7 @@ class _ChosenLogps(torch.autograd.Function):
                         ctx.transform,
                     )
                 gradients.add(piece, grad)
-        return *gradients.result(), None, None, None
+        return *gradients.result(), None, None, None, None
 
 
 def _logp_grad(p: Tensor, targets: Tensor, grad_logp: Tensor, transform: LogitTransform) -> Tensor:
