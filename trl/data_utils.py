@@ -12,6 +12,7 @@ from trl.data.formats import (
     prepare_multimodal_messages,
     unpair_preference_dataset,
 )
+from trl.data.packing import pack_dataset
 
 __all__ = [
     "apply_chat_template",
@@ -23,6 +24,7 @@ __all__ = [
     "maybe_convert_to_chatml",
     "maybe_extract_prompt",
     "maybe_unpair_preference_dataset",
+    "pack_dataset",
     "prepare_multimodal_messages",
     "unpair_preference_dataset",
 ]

@@ -1,8 +1,9 @@
 """Chat templates: rows to text, prompts to token ids, token ids back to completions. No tokenizer is ever changed."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from trl.data.formats import Message, common_prefix_length, is_conversational, is_messages, remove_none_values
 from trl.errors import DataError
@@ -26,12 +27,17 @@ _COLUMN_SETS = (
 _GENERATE = {"add_generation_prompt": True}
 _CONTINUE = {"continue_final_message": True}
 _ENDINGS = {"user": _GENERATE, "tool": _GENERATE, "assistant": _CONTINUE}
+_MARKER = re.compile(r"\{%[-+]?\s*generation\b")  # where a template marks what the assistant writes
 
 
 class ColumnError(DataError, KeyError):
     """A row whose columns are not those of any format."""
 
     __str__ = Exception.__str__  # a KeyError would print the repr of its text
+
+
+class AssistantMaskError(DataError, RuntimeError):
+    """A conversation in which the chat template marks no token as the assistant's."""
 
 
 def apply_chat_template(
@@ -105,6 +111,17 @@ def single_bos(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[int
     return ids[max(run - 1, 0) :]
 
 
+def single_eos(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The ids with exactly one EOS at their end; as they are if the tokenizer has no EOS."""
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        return list(ids)
+    end = len(ids)
+    while end > 0 and ids[end - 1] == eos:
+        end -= 1
+    return [*ids[:end], eos]
+
+
 def encode_prompt(
     prompt: Prompt,
     tokenizer: "PreTrainedTokenizerBase",
@@ -147,20 +164,165 @@ def _encode_messages(
     chat_template_kwargs: Mapping[str, Any],
 ) -> list[int]:
     """Token ids of the rendered messages; the text gets no special tokens but those of the template."""
-    if tokenizer.chat_template is None:
-        raise DataError(
-            "The prompt is a list of messages, but the tokenizer has no chat template: "
-            "set `tokenizer.chat_template`, or use strings as prompts."
-        )
     ending = _ENDINGS.get(messages[-1]["role"], _GENERATE)
     if ending is _CONTINUE and "content" not in messages[-1]:
         raise DataError(
             f"The prompt ends with an assistant message without content, which cannot be continued: {messages[-1]!r}. "
             "Add the tool's answer, or remove the message."
         )
-    options = {**ending, **remove_none_values(dict(chat_template_kwargs)), "tools": _clean_tools(tools)}
+    options = {**ending, **_template_options("prompt", tokenizer, tools, chat_template_kwargs)}
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
     return single_bos(cast(list[int], ids), tokenizer)
+
+
+def encode_conversation(
+    messages: list[Message],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    column: str = "messages",
+    tools: Tools | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a whole conversation, without a generation prompt; BOS at most once, where the template puts it.
+
+    Args:
+        messages: at least one.
+        tokenizer: with a chat template.
+        column: what errors call the messages.
+        tools: JSON schemas, functions, or a JSON string of schemas; an empty list is no tools.
+        chat_template_kwargs: variables for the template; None values are left out.
+
+    Raises:
+        DataError: not a list of messages, or no chat template.
+    """
+    options = _template_options(column, tokenizer, tools, chat_template_kwargs or {})
+    messages = _clean_messages(messages, column)
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    return single_bos(cast(list[int], ids), tokenizer)
+
+
+def encode_marked_conversation(
+    messages: list[Message],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    column: str = "messages",
+    tools: Tools | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[int], list[bool]]:
+    """The ids of `encode_conversation`, and of each whether the template marks it as written by the assistant.
+
+    The marks are `{% generation %}` and `{% endgeneration %}` in the chat template.
+
+    Raises:
+        AssistantMaskError: no token is marked.
+        DataError: not a list of messages, or no chat template.
+    """
+    options = _template_options(column, tokenizer, tools, chat_template_kwargs or {})
+    messages = _clean_messages(messages, column)
+    encoded = cast(
+        Mapping[str, list[int]],
+        tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
+        ),
+    )
+    ids = single_bos(encoded["input_ids"], tokenizer)
+    mask = [bool(mark) for mark in encoded["assistant_masks"][len(encoded["input_ids"]) - len(ids) :]]
+    if not any(mask):
+        template = tokenizer.get_chat_template(options.get("chat_template"), options["tools"])
+        raise AssistantMaskError(_why_nothing_is_marked(column, template))
+    return ids, mask
+
+
+class EncodedCompletions(NamedTuple):
+    """Completions of one prompt as tokens.
+
+    Attributes:
+        wholes: ids of prompt and completion, one list for each completion.
+        start: number of tokens at which all completions start.
+        merged: whether the prompt's own tokens reach beyond that.
+    """
+
+    wholes: list[list[int]]
+    start: int
+    merged: bool
+
+
+def encode_completions(
+    prompt: Prompt,
+    completions: Mapping[str, Any],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    tools: Tools | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> EncodedCompletions:
+    """Prompt and completion as one, for each of the completions, and where the completions start.
+
+    They start behind the tokens that all wholes share with the prompt alone, which for messages has the generation
+    prompt unless the assistant's message is the last. So a token that is part of both belongs to the completion. A
+    text ends with exactly one EOS; messages end as the template ends them.
+
+    Args:
+        prompt: a text, or messages; an empty list for completions that are whole conversations.
+        completions: at least one, by column, of the type of the prompt.
+        tokenizer: with a chat template if there are messages.
+        tools, chat_template_kwargs: as in `encode_prompt`.
+
+    Raises:
+        DataError: what is no message; no chat template.
+    """
+    if isinstance(prompt, str):
+        alone = encode_text(prompt, tokenizer)
+        wholes = [single_eos(encode_text(prompt + text, tokenizer), tokenizer) for text in completions.values()]
+        # an EOS that the tokenizer puts behind every text is not part of the prompt
+        appended = [tokenizer.eos_token_id]
+    else:
+        options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        alone = _encode_prompt_messages(prompt, tokenizer, options) if prompt else []
+        wholes = [
+            encode_conversation(prompt + _clean_messages(messages, column), tokenizer, column=column, **options)
+            for column, messages in completions.items()
+        ]
+        appended = []
+    start = min(common_prefix_length(alone, whole) for whole in wholes)
+    return EncodedCompletions(wholes, start, merged=alone[start:] not in ([], appended))
+
+
+def _encode_prompt_messages(
+    prompt: list[Message], tokenizer: "PreTrainedTokenizerBase", options: dict[str, Any]
+) -> list[int]:
+    last = prompt[-1]
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        # before further messages it is rendered as one that has ended, so it is not left open
+        return encode_conversation(prompt, tokenizer, column="prompt", **options)
+    return encode_prompt(prompt, tokenizer, **options)
+
+
+def _why_nothing_is_marked(column: str, template: str) -> str:
+    if _MARKER.search(template):
+        return (
+            f"The chat template marks no token of `{column}` as the assistant's: there is no assistant message, or "
+            "`{% generation %}` in the template does not enclose its content. Remove the row, or correct the template."
+        )
+    return (
+        "The chat template has no `{% generation %}` and `{% endgeneration %}` around what the assistant writes, so "
+        f"which tokens of `{column}` are the assistant's is unknown: use a template that has them, or turn "
+        "`assistant_only_loss` off."
+    )
+
+
+def _template_options(
+    column: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    tools: Tools | None,
+    chat_template_kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Variables for the template; `DataError` where the tokenizer has none."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"`{column}` is a list of messages, but the tokenizer has no chat template: "
+            "set `tokenizer.chat_template`, or use strings."
+        )
+    return {**remove_none_values(dict(chat_template_kwargs)), "tools": _clean_tools(tools)}
 
 
 def decode_completions(
