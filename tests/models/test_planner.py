@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from trl.errors import ConfigError, DeviceMemoryError
+from trl.models.checkpointing import checkpointing_kwargs
 from trl.models.forward import token_logps
 from trl.models.load import use_packed_attention
 from trl.models.planner import (
@@ -133,6 +134,42 @@ def test_activations_by_hand():
     assert train_activations(HALF_B, 1000, checkpointing=True, tile=10**6) == kept + 69_432_000 - 10**6
     # Residuals and norm, and the MLP's three tensors.
     assert forward_activations(HALF_B, 1000, tile=0) == 1000 * (12 * 896 + 3 * 2 * 4864)
+
+
+def test_activations_of_selective_checkpointing_and_offloading_by_hand():
+    inner, last, inputs = 69_432, (4 + 2 * 4 + 2) * 896, 4 * 896
+    attention = 14 * (64 * 2 + 4)  # output in two bytes, and a logsumexp a head
+
+    def of(checkpointing: bool, tile: int = 10**9, model: ModelSize = HALF_B, **kinds: bool) -> int:
+        return train_activations(model, 1000, checkpointing, tile, **kinds)
+
+    assert of(True, selective=True) == 1000 * (24 * (inputs + attention) + last)
+    # Of the layer that is computed again, attention's results are there already.
+    assert of(True, 10**6, selective=True) == of(True, selective=True) + 1000 * (inner - attention) - 10**6
+    assert of(True, offloading=True) == 1000 * (5 * inputs + last)
+    assert of(True, 0, offloading=True) == 1000 * (5 * inputs + last + inner)
+    assert of(True, model=replace(HALF_B, layers=3), offloading=True) == 1000 * (3 * inputs + last)
+    assert of(True, selective=True, offloading=True) == 1000 * (5 * inputs + 24 * attention + last)
+    # Without checkpointing: what one layer keeps.
+    assert of(False, offloading=True) == 1000 * last
+    assert of(False, 0, offloading=True) == 1000 * (inner + last)
+    # There is nothing to select from without checkpointing.
+    assert of(False, selective=True) == of(False) == 1000 * (24 * inner + last)
+    assert of(False, selective=True, offloading=True) == of(False, offloading=True)
+
+
+def test_the_plan_takes_both_into_account():
+    def activations(**changes: Any) -> int:
+        return planned(training=changes).phases["train"]["activations"]
+
+    tile = logits_tile(HALF_B, TRAINING.tokens, gradient=True)
+    full = activations()
+    assert full == train_activations(HALF_B, TRAINING.tokens, True, tile)
+    for kinds in ({"selective": True}, {"offloading": True}, {"selective": True, "offloading": True}):
+        assert activations(**kinds) == train_activations(HALF_B, TRAINING.tokens, True, tile, **kinds) != full
+    assert activations(offloading=False) == full
+    score = [planned(training=kinds).phases["score"] for kinds in ({}, {"selective": True, "offloading": True})]
+    assert score[0] == score[1]
 
 
 def test_logits_tile_by_hand():
@@ -290,6 +327,22 @@ def test_checkpointing_never_needs_more(training):
     assert plan(HALF_B, with_it, ENGINE, GIB).needs("train") <= plan(HALF_B, without, ENGINE, GIB).needs("train")
 
 
+def train_needs(training: TrainingSize, **changes: Any) -> int:
+    return plan(HALF_B, replace(training, **changes), ENGINE, GIB).needs("train")
+
+
+@given(sizes, st.booleans())
+def test_offloading_never_needs_more(training, selective):
+    assert train_needs(training, selective=selective, offloading=True) <= train_needs(training, selective=selective)
+
+
+@given(sizes)
+def test_selective_checkpointing_lies_between_full_and_none(training):
+    kinds = [(True, False), (True, True), (False, False)]
+    needs = [train_needs(training, gradient_checkpointing=on, selective=selective) for on, selective in kinds]
+    assert needs == sorted(needs)
+
+
 # ---- out of memory ----
 
 
@@ -317,6 +370,25 @@ def test_out_of_memory_while_generating_points_at_the_engine():
     assert "OutOfMemoryError" in str(error).splitlines()[0]
     assert "`vllm_gpu_memory_utilization=0.7` (2.4 GiB)" in str(error)
     assert "gradient_checkpointing" not in str(error).splitlines()[2]
+
+
+def test_advice_knows_offloading_where_the_method_has_it_and_what_selection_costs():
+    def advice(**training: Any) -> str:
+        p = planned(24, training={"tokens": 65_536, **training})
+        error = explain_out_of_memory(torch.OutOfMemoryError(), p, "train", allocated=0, reserved=0)
+        return str(error).splitlines()[2]
+
+    offload, full = "`activation_offloading=True`", "`gradient_checkpointing_kwargs={'selective': False}`"
+    # Five inputs of layers in place of 24, in float32.
+    freed = 65_536 * 19 * 4 * 896
+    assert f"{offload} ({freed / GIB:.1f} GiB)" in advice(offloading=False)
+    assert offload not in advice(offloading=None)
+    assert offload not in advice(offloading=True)
+    # Attention's results in 24 layers; in the one that is computed again they are there in either case.
+    freed = 65_536 * 23 * 14 * (64 * 2 + 4)
+    assert f"{full} ({freed / GIB:.1f} GiB)" in advice(selective=True)
+    assert full not in advice()
+    assert full not in advice(selective=True, gradient_checkpointing=False)
 
 
 def test_table_has_a_row_a_part_and_a_column_a_phase():
@@ -377,6 +449,20 @@ def test_gradients_stay_where_a_round_ends_inside_an_optimizer_step(accumulation
     args = arguments(gradient_accumulation_steps=accumulation, world_size=2)
     size = TrainingSize.of(args, llama(), prompt_tokens=1, frozen_bytes=7)
     assert (size.gradients_stay, size.buckets, size.frozen_bytes) == (stays, True, 7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (False, None)),
+        ({"gradient_checkpointing_kwargs": None, "activation_offloading": False}, (False, False)),
+        ({"gradient_checkpointing_kwargs": {"selective": True}, "activation_offloading": True}, (True, True)),
+        ({"gradient_checkpointing_kwargs": checkpointing_kwargs({"selective": True})}, (True, None)),
+    ],
+)
+def test_what_a_config_says_of_activations(settings, expected):
+    size = TrainingSize.of(arguments(**settings), llama(), prompt_tokens=1, frozen_bytes=0)
+    assert (size.selective, size.offloading) == expected
 
 
 def test_frozen_weights_have_neither_gradients_nor_states():

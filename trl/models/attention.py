@@ -68,12 +68,13 @@ class _Ragged:
     """The segments as a variable-length kernel takes them.
 
     Attributes:
-        keys: `[Tk]` indices into the row of every segment's prefix and stretch, one segment after the other.
+        keys: `[Tk]` indices into the row of every segment's prefix and stretch, one segment after the other; None
+            where no segment has a prefix, so that they are the row as it is.
         query_ends, key_ends: `[segments + 1]` int32, cumulative lengths.
         longest_query, longest_key: in tokens.
     """
 
-    keys: Tensor
+    keys: Tensor | None
     query_ends: Tensor
     key_ends: Tensor
     longest_query: int
@@ -127,8 +128,9 @@ class PackedLayout:
         sizes = torch.tensor([size for _, b, _, d in pieces for size in (b, d)])
         offsets = torch.arange(int(sizes.sum())) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
         key_lengths = sizes.view(-1, 2).sum(1)
+        shared = any(s.prefix_length for s in self._segments)
         return _Ragged(
-            keys=(torch.repeat_interleave(starts, sizes) + offsets).to(self._device),
+            keys=(torch.repeat_interleave(starts, sizes) + offsets).to(self._device) if shared else None,
             query_ends=_ends(lengths).to(self._device),
             key_ends=_ends(key_lengths).to(self._device),
             longest_query=int(lengths.max()),
@@ -215,10 +217,11 @@ def _ragged_attention(
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    k, v = (x.contiguous() if ragged.keys is None else x[ragged.keys] for x in (k, v))
     out = varlen_attn(
         q.contiguous(),
-        k[ragged.keys],
-        v[ragged.keys],
+        k,
+        v,
         ragged.query_ends,
         ragged.key_ends,
         ragged.longest_query,

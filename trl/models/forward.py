@@ -6,7 +6,7 @@ sequences, right-padded. Both layouts compute the same numbers.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from trl.errors import NotSupportedError
 from trl.functional.divergence import Head, divergences
-from trl.functional.logps import LogitTransform, chosen_logps
+from trl.functional.logps import LogitTransform, chosen_with_statistics
 from trl.models.attention import PACKED_ATTENTION, PackedLayout, Segment
 from trl.models.decode import SharedPromptCache
 from trl.models.shard import unwrap
@@ -32,11 +32,13 @@ class TokenLogps:
         logps: `[T]` log-prob of each completion token, or `[T, K]` of the tokens asked for.
         entropies: `[T]` entropy of the distribution it comes from, in nats.
         aux_loss: a mixture-of-experts model's balance loss, or None.
+        statistics: `[T]` by name, those asked for, without gradient.
     """
 
     logps: Tensor
     entropies: Tensor
     aux_loss: Tensor | None = None
+    statistics: dict[str, Tensor] = field(default_factory=dict)
 
 
 def token_logps(
@@ -44,6 +46,7 @@ def token_logps(
     batch: RolloutBatch,
     *,
     targets: Tensor | None = None,
+    statistics: Sequence[str] = (),
     temperature: float = 1.0,
     packed: bool = True,
     fp32_head: bool = False,
@@ -54,6 +57,7 @@ def token_logps(
     Args:
         model: a causal language model, wrapped for training or not.
         targets: `[T, K]` tokens whose log-probs are wanted in the completion token's place; the result's are `[T, K]`.
+        statistics: names out of `functional.logps.STATISTICS`.
         temperature: divides the logits, as it did in sampling.
         packed: lay sequences end to end; only for models that pass `supports_packing`.
         fp32_head: compute the LM head's product in float32.
@@ -61,15 +65,16 @@ def token_logps(
     """
     hidden, aux_loss = _predicting_states(model, batch, packed, with_aux_loss)
     head = _head(unwrap(model), hidden, temperature, fp32_head)
-    logps, entropies = chosen_logps(
+    chosen = chosen_with_statistics(
         head.hidden,
         head.weight,
         batch.completion_ids if targets is None else targets,
+        statistics=statistics,
         bias=head.bias,
         transform=head.transform,
         compute_dtype=head.compute_dtype,
     )
-    return TokenLogps(logps, entropies, aux_loss)
+    return TokenLogps(chosen.logps, chosen.entropies, aux_loss, chosen.statistics)
 
 
 def token_divergences(
@@ -239,36 +244,84 @@ def _probe_batch(sequences: list[list[int]], vocabulary: int, device: torch.devi
     )
 
 
-def _packed_inputs(batch: RolloutBatch) -> tuple[dict[str, Any], Tensor]:
-    """Model inputs of one row, and `[T]` where in it each completion token is predicted.
+@dataclass(frozen=True)
+class _Row:
+    """Where everything stands in a packed row: each distinct prompt with its completions behind it.
 
-    The row holds the distinct prompts, then the completions without their last token, which predicts nothing.
+    A completion's last token predicts nothing and is left out; what is left is its inner part.
+
+    Attributes:
+        prompt_starts: `[P]`.
+        prompt_places: `[S]` of the prompt tokens.
+        starts: `[N]` of the inner parts.
+        inner: `[N]` lengths of the inner parts.
     """
-    device = batch.device
-    prompt_lengths, lengths = batch.prompt_lengths, batch.completion_lengths
-    prompt_starts = torch.cumsum(prompt_lengths, 0) - prompt_lengths
-    inner = (lengths - 1).clamp(min=0)
-    num_prompt_tokens = int(prompt_lengths.sum())
-    starts = num_prompt_tokens + torch.cumsum(inner, 0) - inner
 
+    prompt_starts: Tensor
+    prompt_places: Tensor
+    starts: Tensor
+    inner: Tensor
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> "_Row":
+        prompt_of_seq, prompt_lengths = batch.prompt_of_seq, batch.prompt_lengths
+        inner = (batch.completion_lengths - 1).clamp(min=0)
+        blocks = prompt_lengths.index_add(0, prompt_of_seq, inner)
+        prompt_starts = _before(blocks)
+        order = torch.argsort(prompt_of_seq, stable=True)
+        # Before a completion stand all prompts up to its own, and all inner parts of the row before its own.
+        starts = torch.empty_like(inner)
+        starts[order] = prompt_lengths.cumsum(0)[prompt_of_seq[order]] + _before(inner[order])
+        places = torch.repeat_interleave(prompt_starts - _before(prompt_lengths), prompt_lengths)
+        return cls(prompt_starts, places + torch.arange(len(places)), starts, inner)
+
+    def segments(self, batch: RolloutBatch) -> list[Segment]:
+        """What each stretch attends to. A prompt with one completion is one stretch with it."""
+        starts, lengths = self.prompt_starts.tolist(), batch.prompt_lengths.tolist()
+        members: list[list[int]] = [[] for _ in lengths]
+        for i, prompt in enumerate(batch.prompt_of_seq.tolist()):
+            members[prompt].append(i)
+        places, inner = self.starts.tolist(), self.inner.tolist()
+        segments = []
+        for start, length, sequences in zip(starts, lengths, members, strict=True):
+            if len(sequences) == 1:
+                segments.append(Segment(start, length + inner[sequences[0]]))
+                continue
+            segments.append(Segment(start, length))
+            segments += [Segment(places[i], inner[i], start, length) for i in sequences]
+        return segments
+
+
+def _before(lengths: Tensor) -> Tensor:
+    """`[K]` the sum of the lengths before each."""
+    return lengths.cumsum(0) - lengths
+
+
+def _packed_inputs(batch: RolloutBatch) -> tuple[dict[str, Any], Tensor]:
+    """Model inputs of one row, and `[T]` where in it each completion token is predicted."""
+    device, prompt_lengths, lengths = batch.device, batch.prompt_lengths, batch.completion_lengths
+    row = _Row.of(batch)
     seq_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    offset = torch.arange(len(seq_of_token)) - (torch.cumsum(lengths, 0) - lengths)[seq_of_token]
-    last = offset == lengths[seq_of_token] - 1
+    offset = torch.arange(len(seq_of_token)) - _before(lengths)[seq_of_token]
     prompt_of_token = batch.prompt_of_seq[seq_of_token]
-    before_first = (prompt_starts + prompt_lengths - 1)[prompt_of_token]
-    predicted_at = torch.where(offset == 0, before_first, starts[seq_of_token] + offset - 1)
+    before_first = (row.prompt_starts + prompt_lengths - 1)[prompt_of_token]
+    place = row.starts[seq_of_token] + offset
+    predicted_at = torch.where(offset == 0, before_first, place - 1)
 
-    prompt_positions = torch.arange(num_prompt_tokens) - torch.repeat_interleave(prompt_starts, prompt_lengths)
-    completion_positions = (prompt_lengths[prompt_of_token] + offset)[~last]
-    segments = [Segment(s, n) for s, n in zip(prompt_starts.tolist(), prompt_lengths.tolist(), strict=True)]
-    for start, length, prompt in zip(starts.tolist(), inner.tolist(), batch.prompt_of_seq.tolist(), strict=True):
-        segments.append(Segment(start, length, segments[prompt].start, segments[prompt].length))
-    input_ids = torch.cat([batch.prompt_ids, batch.completion_ids[~last.to(device)]])
+    kept = torch.nonzero(offset < lengths[seq_of_token] - 1).flatten()
+    places = torch.cat([row.prompt_places, place[kept]])
+    prompt_positions = torch.arange(len(row.prompt_places)) - torch.repeat_interleave(
+        _before(prompt_lengths), prompt_lengths
+    )
+    position_ids = torch.empty_like(places)
+    position_ids[places] = torch.cat([prompt_positions, (prompt_lengths[prompt_of_token] + offset)[kept]])
+    input_ids = torch.empty(len(places), dtype=torch.long, device=device)
+    input_ids[places.to(device)] = torch.cat([batch.prompt_ids, batch.completion_ids[kept.to(device)]])
     inputs = {
         "input_ids": input_ids[None],
-        "position_ids": torch.cat([prompt_positions, completion_positions])[None].to(device),
+        "position_ids": position_ids[None].to(device),
         "attention_mask": _any_mask(len(input_ids), device),
-        "packed_layout": PackedLayout(segments, device),
+        "packed_layout": PackedLayout(row.segments(batch), device),
     }
     return inputs, predicted_at.to(device)
 

@@ -18,6 +18,8 @@ from transformers.training_args import OptimizerNames
 
 from trl.errors import ConfigError, DeviceMemoryError
 from trl.functional.logps import GPU_CHUNK_ELEMENTS
+from trl.models.checkpointing import is_selective
+from trl.models.offload import STASH
 
 Phase = Literal["generate", "score", "train"]
 PHASES: tuple[Phase, ...] = ("generate", "score", "train")
@@ -94,7 +96,8 @@ class TrainingSize:
     """Sizes of training: most `tokens` of one forward pass, and of one sequence, which is never cut.
 
     `trainable_bytes` are as loaded; `frozen_bytes` are those of a reference model or teacher; `gradients_stay` while
-    completions are drawn; `buckets` hold the gradients a second time, to send them to other processes.
+    completions are drawn; `buckets` hold the gradients a second time, to send them to other processes. `selective`
+    checkpointing keeps attention's results; `offloading` of activations is None where the method has no such option.
     """
 
     tokens: int
@@ -106,6 +109,8 @@ class TrainingSize:
     frozen_bytes: int = 0
     gradients_stay: bool = False
     buckets: bool = False
+    selective: bool = False
+    offloading: bool | None = None
 
     @classmethod
     def of(cls, args: Any, model: PreTrainedModel, *, prompt_tokens: int, frozen_bytes: int) -> "TrainingSize":
@@ -123,6 +128,8 @@ class TrainingSize:
             frozen_bytes=frozen_bytes,
             gradients_stay=args.group_plan.window % args.gradient_accumulation_steps != 0,
             buckets=args.world_size > 1,
+            selective=is_selective(vars(args).get("gradient_checkpointing_kwargs")),
+            offloading=vars(args).get("activation_offloading"),
         )
 
 
@@ -167,16 +174,24 @@ def layer_activations(model: ModelSize) -> int:
     return 2 * (4 + r) * width + projections + attention + 4 * c * model.intermediate_size
 
 
-def train_activations(model: ModelSize, tokens: int, checkpointing: bool, tile: int) -> int:
+def train_activations(
+    model: ModelSize, tokens: int, checkpointing: bool, tile: int, *, selective: bool = False, offloading: bool = False
+) -> int:
     """Bytes of a training pass beside the LM head's tile: all layers', the last norm's and the head's input.
 
-    With checkpointing each layer keeps its input, and all the rest one at a time, when the tile is gone.
+    With checkpointing each layer keeps its input, and all the rest one at a time, when the tile is gone. Selective
+    checkpointing keeps attention's output and logsumexp in every layer, which offloading does not move. With offloading
+    the inputs of `STASH` layers are on the device; without checkpointing, about as much as one layer keeps: what is in
+    use and what is on its way.
     """
-    r, width = model.hidden_bytes, model.hidden_size
-    last = (4 + 2 * r + model.compute_bytes) * width
-    if not checkpointing:
-        return tokens * (model.layers * layer_activations(model) + last)
-    return tokens * (model.layers * r * width + last) + max(0, tokens * layer_activations(model) - tile)
+    r, c, width = model.hidden_bytes, model.compute_bytes, model.hidden_size
+    last, inner = (4 + 2 * r + c) * width, layer_activations(model)
+    if not checkpointing and not offloading:
+        return tokens * (model.layers * inner + last)
+    inputs = checkpointing * r * width * (min(model.layers, STASH) if offloading else model.layers)
+    attention = checkpointing * selective * model.num_attention_heads * (c * model.head_dim + 4)
+    kept = inputs + model.layers * attention + last
+    return tokens * kept + max(0, tokens * (inner - attention) - tile)
 
 
 def forward_activations(model: ModelSize, tokens: int, tile: int) -> int:
@@ -272,9 +287,17 @@ def plan(model: ModelSize, training: TrainingSize, engine: EngineSize | None, to
         "activations": forward_activations(model, training.tokens, tile),
         "logits tile": tile,
     }
+    layers = train_activations(
+        model,
+        training.tokens,
+        training.gradient_checkpointing,
+        head_tile,
+        selective=training.selective,
+        offloading=bool(training.offloading),
+    )
     trained = scored | {
         "gradients": training.trainable_bytes * (1 + training.buckets),
-        "activations": train_activations(model, training.tokens, training.gradient_checkpointing, head_tile),
+        "activations": layers,
         "logits tile": head_tile,
     }
     awake: dict[str, int] = {}
@@ -363,8 +386,11 @@ def _advice(given: MemoryPlan, needed: Callable[[MemoryPlan], int]) -> str:
     changes: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         (f"`max_tokens_per_micro_batch={half}`", {"tokens": min(half, t.tokens)}, {}),
         ("`gradient_checkpointing=True`", {"gradient_checkpointing": True}, {}),
+        ("`gradient_checkpointing_kwargs={'selective': False}`", {"selective": False}, {}),
         ("`optim='adamw_8bit'`", {"optimizer": "adamw_8bit"}, {}),
     ]
+    if t.offloading is not None:
+        changes.append(("`activation_offloading=True`", {"offloading": True}, {}))
     if e is not None:
         length = min(e.max_model_length, t.sequence_tokens)
         share = max(ceil(100 * given.share_limits()[0] / given.total_bytes) / 100, round(e.utilization - 0.1, 2))
