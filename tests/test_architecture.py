@@ -26,6 +26,7 @@ FLOORS = {
     "functional": 0,
     "data": 0,
     "data_utils": 0,
+    "chat_template_utils": 0,
     "import_utils": 0,
     "models": 1,
     "rewards": 1,
@@ -37,7 +38,13 @@ FLOORS = {
     "cli": 5,
 }
 # Parts of floor 0 stand alone: none imports another.
-ALONE = {"functional": ("functional",), "data": ("data",), "data_utils": ("data",), "import_utils": ()}
+ALONE = {
+    "functional": ("functional",),
+    "data": ("data",),
+    "data_utils": ("data",),
+    "chat_template_utils": ("data",),
+    "import_utils": (),
+}
 FACADE = "trl"
 """`trl/__init__.py` names everything, and imports it on first use only."""
 

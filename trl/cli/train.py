@@ -18,10 +18,13 @@ from trl.cli.threads import calm_openmp
 from trl.errors import ConfigError, TRLError
 from trl.trainer.arguments import (
     DistillationArguments,
+    DPOArguments,
     GRPOArguments,
+    KTOArguments,
     OnlineDPOArguments,
     RLOOArguments,
     ServerDistillationArguments,
+    SFTArguments,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +53,30 @@ class Method:
 
 
 METHODS = {
+    "sft": Method(
+        summary="Fine-tune on given texts (SFT).",
+        script=ScriptArguments,
+        options=SFTArguments,
+        config="trl.trainer.sft_config:SFTConfig",
+        trainer="trl.trainer.sft_trainer:SFTTrainer",
+        columns=(),
+    ),
+    "dpo": Method(
+        summary="Train on pairs of completions of which one is preferred (DPO).",
+        script=ScriptArguments,
+        options=DPOArguments,
+        config="trl.trainer.dpo_config:DPOConfig",
+        trainer="trl.trainer.dpo_trainer:DPOTrainer",
+        columns=("chosen", "rejected"),
+    ),
+    "kto": Method(
+        summary="Train on completions that are each good or bad (KTO).",
+        script=ScriptArguments,
+        options=KTOArguments,
+        config="trl.trainer.kto_config:KTOConfig",
+        trainer="trl.trainer.kto_trainer:KTOTrainer",
+        columns=(),
+    ),
     "grpo": Method(
         summary="Train by reinforcement with groups of completions (GRPO).",
         script=RewardScriptArguments,

@@ -47,6 +47,15 @@ class ModelArguments:
 
 
 @dataclass
+class MixtureArguments:
+    """Mixtures of experts."""
+
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of a mixture-of-experts model's balance loss. Not set: the model config's; 0: off."
+    )
+
+
+@dataclass
 class CompletionLengthArguments:
     """How long completions may be."""
 
@@ -234,13 +243,10 @@ class PolicyGradientArguments(
     ReferenceArguments,
     GroupArguments,
     CompletionLengthArguments,
+    MixtureArguments,
     OnlineArguments,
 ):
     """What the methods share that reinforce completions by advantages."""
-
-    router_aux_loss_coef: float | None = option(
-        None, "Weight of a mixture-of-experts model's balance loss. Not set: the model config's; 0: off."
-    )
 
 
 @dataclass
@@ -311,3 +317,105 @@ class ServerDistillationArguments(DistillationArguments):
     reverse_kl_top_1_mode: Literal["sampled"] = option(
         "sampled", "Which token reverse KL compares: the one that was sampled."
     )
+
+
+@dataclass
+class TokenArguments:
+    """How rows become tokens, and tokens micro-batches."""
+
+    max_length: int | None = option(1024, "Most tokens of a sequence. Not set: all.")
+    truncation_mode: Literal["keep_start", "keep_end"] = option(
+        "keep_start", "Which end of a longer sequence is kept; `keep_end` is deprecated."
+    )
+    dataset_num_proc: int | None = option(None, "Processes that make tokens of the dataset.")
+    pad_to_multiple_of: int | str | None = option("auto", "Pad to a multiple of this where padding is needed.")
+    pad_token: str | None = option(None, "Deprecated: set it on the tokenizer.")
+    max_tokens_per_micro_batch: int | None = option(
+        None, "Most tokens of one forward pass; longer batches are split. Not set: a whole micro-step in one."
+    )
+
+
+@dataclass
+class OfflineArguments(TokenArguments, ModelArguments, BaseArguments):
+    """What the methods share that train on fixed data."""
+
+    activation_offloading: bool = option(False, "Move activations to the CPU until the backward pass needs them.")
+
+
+@dataclass
+class SFTArguments(MixtureArguments, OfflineArguments):
+    """Every option of SFT that `transformers.TrainingArguments` does not have, or has another default for."""
+
+    learning_rate: float = option(2e-5, "Initial learning rate of AdamW.")
+    chat_template_path: str | None = option(
+        None, "A tokenizer whose chat template is taken over, or a `.jinja` file that holds one."
+    )
+    chat_template_kwargs: dict | str | None = option(None, "Variables for the chat template, e.g. `enable_thinking`.")
+    dataset_text_field: str = option("text", "Column of plain text.")
+    dataset_kwargs: dict | str | None = option(None, "`skip_prepare_dataset`: the rows have `input_ids` already.")
+    eos_token: str | None = option(None, "End-of-sequence token, in place of the tokenizer's.")
+    shuffle_dataset: bool = option(False, "Shuffle the rows once, before they are packed.")
+    packing: bool = option(False, "Fill rows of `max_length` with several examples.")
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = option(
+        "bfd", "Best fit, best fit with longer examples cut into pieces, or all joined and cut."
+    )
+    padding_free: bool = option(False, "Without effect: no model that can do without is given padding.")
+    eval_packing: bool | None = option(None, "The same in evaluation. Not set: as `packing`.")
+    completion_only_loss: bool | None = option(
+        None, "Learn completions and not prompts. Not set: where the rows have prompts."
+    )
+    assistant_only_loss: bool = option(False, "Learn what the assistant says and nothing else.")
+    loss_type: Literal["nll", "dft", "chunked_nll"] = option(
+        "nll", "Negative log-likelihood, or the same weighted by the token's probability; `chunked_nll` is `nll`."
+    )
+
+
+@dataclass
+class PrecomputeArguments:
+    """When the reference model scores the data."""
+
+    precompute_ref_log_probs: bool = option(False, "Score the whole dataset by the reference model before training.")
+    precompute_ref_batch_size: int | None = option(None, "Rows at a time in that. Not set: those of a micro-step.")
+
+
+PairLossType = Literal[
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft",
+]  # fmt: skip
+
+
+@dataclass
+class DPOArguments(PrecomputeArguments, ReferenceArguments, MixtureArguments, OfflineArguments):
+    """Every option of DPO that `transformers.TrainingArguments` does not have, or has another default for."""
+
+    learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
+    disable_dropout: bool = option(True, "Set every dropout of the policy and the reference model to zero.")
+    chat_template_kwargs: dict | str | None = option(None, "Variables for the chat template, e.g. `enable_thinking`.")
+    beta: float = option(0.1, "How strongly the policy is held to the reference.")
+    padding_free: bool = option(False, "Without effect: no model that can do without is given padding.")
+    loss_type: list[PairLossType] = field(
+        default_factory=lambda: ["sigmoid"], metadata={"help": "One loss, or several that are added up."}
+    )
+    loss_weights: list[float] | None = option(None, "One weight per loss. Not set: all 1.")
+    ld_alpha: float | None = option(None, "LD-DPO: weight of what the longer completion has beyond the shorter one.")
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = option(
+        "reverse_kl", "Which divergence from the reference the loss stands for."
+    )
+    f_alpha_divergence_coef: float = option(0.5, "The alpha of `alpha_divergence`.")
+    label_smoothing: float = option(0.0, "Probability that a label is wrong: `robust`, `exo_pair`, `aot`.")
+    use_weighting: bool = option(False, "WPO: weigh pairs by how likely the policy would write them.")
+    discopop_tau: float = option(0.05, "DiscoPOP: temperature of its gate.")
+
+
+@dataclass
+class KTOArguments(PrecomputeArguments, ReferenceArguments, MixtureArguments, OfflineArguments):
+    """Every option of KTO that `transformers.TrainingArguments` does not have, or has another default for."""
+
+    learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
+    train_sampling_strategy: str = option("sequential", "Order of the rows: `sequential` or `random`.")
+    disable_dropout: bool = option(True, "Set every dropout of the policy and the reference model to zero.")
+    chat_template_kwargs: dict | str | None = option(None, "Variables for the chat template, e.g. `enable_thinking`.")
+    beta: float = option(0.1, "How strongly the policy is held to the reference.")
+    loss_type: Literal["kto", "apo_zero_unpaired"] = option("kto", "The loss of KTO, or that of APO without pairs.")
+    desirable_weight: float = option(1.0, "Weight of desirable completions.")
+    undesirable_weight: float = option(1.0, "Weight of undesirable completions.")

@@ -8,6 +8,7 @@ import torch
 from transformers import TrainingArguments
 
 from trl.errors import ConfigError
+from trl.models.checkpointing import checkpointing_kwargs
 from trl.trainer.arguments import BaseArguments
 
 # Dictionary options of `transformers.TrainingArguments` that also take the name of a file or of a preset.
@@ -22,6 +23,7 @@ class TrainerConfig(BaseArguments, TrainingArguments):  # type: ignore[misc]  # 
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
         "teacher_model_init_kwargs",
+        "dataset_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",
         "transformers_continuous_batching_config",
@@ -33,6 +35,11 @@ class TrainerConfig(BaseArguments, TrainingArguments):  # type: ignore[misc]  # 
         for name in self._VALID_DICT_FIELDS:
             setattr(self, name, _as_dict(name, getattr(self, name)))
         self._resolve_precision()
+        if isinstance(self.gradient_checkpointing_kwargs, dict):
+            self.gradient_checkpointing_kwargs = checkpointing_kwargs(self.gradient_checkpointing_kwargs)
+        if "activation_checkpointing_kwargs" in self.__dataclass_fields__ and self.gradient_checkpointing_kwargs:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+            self.gradient_checkpointing_kwargs = None
         if "activation_checkpointing" in self.__dataclass_fields__ and self.activation_checkpointing is None:
             # The newer name in transformers; the older one stays ours.
             self.activation_checkpointing = self.gradient_checkpointing
@@ -40,6 +47,12 @@ class TrainerConfig(BaseArguments, TrainingArguments):  # type: ignore[misc]  # 
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False
         super().__post_init__()
+
+    def _check_choices(self, choices: dict[str, tuple[Any, ...]]) -> None:
+        """Raises `ConfigError` for an option that is none of its choices."""
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"`{name}` must be one of {', '.join(allowed)} (got {value!r}).")
 
     def _resolve_precision(self) -> None:
         """Sets `bf16` from what the hardware has where it was not given, and refuses what it does not have."""

@@ -6,12 +6,12 @@ from torch.utils.data import DataLoader, Sampler
 
 from trl.data.sampling import GroupSampler, SamplerEpochCallback, repeat_iterable_dataset
 from trl.rollout.buffer import RolloutBuffer
-from trl.trainer.base import BaseTrainer
+from trl.trainer.flat_batches import FlatBatchTrainer
 from trl.trainer.group_batches import GroupPlan
 from trl.trainer.prompt_datasets import is_stream
 
 
-class GroupLoaders(BaseTrainer):
+class GroupLoaders(FlatBatchTrainer):
     """A trainer whose batches are whole groups: each prompt as often as it gets completions."""
 
     buffer: RolloutBuffer

@@ -4,9 +4,7 @@ A method brings two hooks: `score` (what becomes of the completions before train
 adds).
 """
 
-import time
 import warnings
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,13 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from trl.data.chat import decode_completions, encode_prompt
 from trl.generation.build import build_engine, check_engine
-from trl.models.forward import TokenLogps, supports_packing, token_logps
 from trl.models.load import compute_dtype, end_of_sequence_ids
 from trl.models.planner import MemoryPlan, gpu_memory
-from trl.models.reference import frozen_copy
 from trl.rollout.buffer import RolloutBuffer
 from trl.rollout.collate import collate
-from trl.rollout.micro_batch import group_order, pieces, split
+from trl.rollout.micro_batch import group_order
 from trl.rollout.normalizers import step_normalizers
 from trl.rollout.single_turn import roll_out
 from trl.trainer import completions as tables
@@ -89,9 +85,7 @@ class OnlineTrainer(GroupLoaders):
         policy = self.accelerator.unwrap_model(self.model)
         tokenizer = self.processing_class
         self.sampling = sampling_of(args)
-        self.ref_model: PreTrainedModel | None = None
         self.prepare_models(policy)
-        self.reference_packed = self.ref_model is not None and supports_packing(self.ref_model)
         eos_ids = end_of_sequence_ids(policy, tokenizer)
         plan = self.group_plan
         self.memory = MemoryGuard(self._memory_plan(policy))
@@ -122,7 +116,6 @@ class OnlineTrainer(GroupLoaders):
             "eval": CompletionTable(max(plan.rows, plan.eval_rows, step_rows)),
         }
         self._resumed_state: dict[str, Any] | None = None
-        self._step_seconds = 0.0
         self.add_callback(_StartOfTraining(self))
         # Ranks draw different samples: what made them equal so far was for the weights' initialisation.
         torch.manual_seed(args.seed + self.accelerator.process_index)
@@ -137,10 +130,6 @@ class OnlineTrainer(GroupLoaders):
         """
         return {}
 
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: RolloutBatch, mode: Mode) -> Tensor:
-        """Scalar: what this micro-batch adds to the loss of the optimizer step."""
-
     def eval_weight(self, batch: RolloutBatch) -> float:
         """How much the loss of an evaluation batch counts beside others': its sequences."""
         return float(batch.num_sequences)
@@ -154,14 +143,6 @@ class OnlineTrainer(GroupLoaders):
     def loss_temperature(self) -> float:
         """What divides the logits in the loss: as in sampling, unless the method has it otherwise."""
         return self.sampling.temperature or 1.0
-
-    def active_sequences(self, batch: RolloutBatch) -> Tensor:
-        """`[N]` bool, on the CPU: sequences with a term of the loss that is not zero, and the others of their unit."""
-        units = batch.units
-        tokens = torch.zeros(int(units.max()) + 1, dtype=torch.long).index_add(
-            0, units[batch.seq_of_token.cpu()], batch.loss_mask.long().cpu()
-        )
-        return tokens[units] > 0
 
     # ---- one step ----
 
@@ -185,38 +166,8 @@ class OnlineTrainer(GroupLoaders):
         self.completion_tables[mode].extend(step, table, samples.logged)
         return batch
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' `Trainer.train`, with memory that runs out explained."""
-        with self.memory.phase("train"):
-            return super().train(*args, **kwargs)
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Gradients of one micro-step; returns its part of the optimizer step's loss."""
-        started = time.perf_counter()
-        model.train()
-        self.optimizer.train()
-        batch = self._in_short_step(self._prepare_inputs(inputs))
-        active = self.active_sequences(batch)
-        micro_batches = split(batch, active, self.args.max_tokens_per_micro_batch, self.processes.largest)
-        total = torch.zeros((), device=self.accelerator.device)
-        for i, micro_batch in enumerate(micro_batches):
-            with self.no_sync(model, last=i == len(micro_batches) - 1):
-                with self.compute_loss_context_manager():
-                    loss = self.loss(model, micro_batch, "train")
-                self.accelerator.backward(loss)
-            total += loss.detach()
-        self._step_seconds += time.perf_counter() - started
-        if self.accelerator.sync_gradients:
-            self.metrics["train"].mean("step_time", self._step_seconds)
-            self._step_seconds = 0.0
-            self.on_gradients_complete()
-        return total
-
-    def on_gradients_complete(self) -> None:
-        """Called once per optimizer step, when its last micro-step is done."""
-
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return self.buffer.next(inputs, self._generation_batch)
+        return self._in_short_step(self.buffer.next(inputs, self._generation_batch))
 
     def prediction_step(  # type: ignore[override]  # a batch is rows here
         self, model: nn.Module, inputs: Rows, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -271,33 +222,10 @@ class OnlineTrainer(GroupLoaders):
         if self.ref_model is not None and batch.ref_logps is None:
             batch.ref_logps = self.frozen_logps(self.ref_model, batch).logps
 
-    def frozen_logps(self, model: nn.Module, batch: RolloutBatch, **options: Any) -> TokenLogps:
-        """Log-probs and entropies of a batch without gradient, in micro-batches."""
-        logps = torch.zeros(batch.num_tokens, device=batch.device)
-        entropies = torch.zeros_like(logps)
-        training = model.training
-        # Dropout off: these are the numbers of the policy, not of a random thinning of it.
-        model.eval()
-        with self.memory.phase("score"), torch.no_grad(), self.compute_loss_context_manager():
-            for piece in self._forward_pieces(batch):
-                out = self.token_logps(model, batch.select(piece), **options)
-                where = batch.tokens_of(piece)
-                logps[where], entropies[where] = out.logps.float(), out.entropies.float()
-        model.train(training)
-        return TokenLogps(logps, entropies)
-
-    def _forward_pieces(self, batch: RolloutBatch) -> list[Tensor]:
-        """The sequences by forward pass: none larger than the token budget or, without one, than a micro-step."""
-        everything, budget = torch.arange(batch.num_sequences), self.args.max_tokens_per_micro_batch
-        if budget is None:
-            return list(everything.split(self.group_plan.micro_step_rows))
-        return pieces(batch, everything, budget)
-
-    def token_logps(self, model: nn.Module, batch: RolloutBatch, **options: Any) -> TokenLogps:
-        """`models.forward.token_logps` with this run's settings."""
-        packed = self.reference_packed if model is self.ref_model else self.packed
-        settings = {"temperature": self.loss_temperature, "packed": packed}
-        return token_logps(model, batch, **{**settings, "fp32_head": self.args.cast_lm_head_to_fp32, **options})
+    @property
+    def forward_rows(self) -> int:
+        """Sequences of one forward pass without a token budget: those of a micro-step."""
+        return self.group_plan.micro_step_rows
 
     # ---- its parts ----
 
@@ -336,21 +264,7 @@ class OnlineTrainer(GroupLoaders):
         some = [] if is_stream(dataset) else [dataset[i] for i in range(0, len(dataset), len(dataset) // 64 + 1)]
         longest = max(map(len, self.encode([row["prompt"] for row in some])), default=0)
         total = gpu_memory(self.accelerator.device)[1]
-        frozen = sum(p.numel() * p.element_size() for model in self.frozen_models for p in model.parameters())
-        return plan_of(self.args, policy, longest, frozen_bytes=frozen, total_bytes=total)
-
-    def prepare_models(self, policy: PreTrainedModel) -> None:
-        """Makes and places the models beside the policy, before an engine takes its share of the memory."""
-        self.ref_model = self.make_reference(policy)
-
-    def make_reference(self, policy: PreTrainedModel) -> PreTrainedModel | None:
-        """The reference model: a copy of the policy as it is now, where the loss needs one."""
-        return frozen_copy(policy).to(self.accelerator.device) if self.args.needs_reference else None
-
-    @property
-    def frozen_models(self) -> list[PreTrainedModel]:
-        """The models beside the policy that the loss looks at."""
-        return [] if self.ref_model is None else [self.ref_model]
+        return plan_of(self.args, policy, longest, frozen_bytes=self.frozen_bytes, total_bytes=total)
 
     # ---- what a checkpoint holds ----
 

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trl.errors import ConfigError, NotSupportedError
 from trl.trainer.arguments import OnlineArguments
@@ -78,9 +78,3 @@ class OnlineConfig(OnlineArguments, TrainerConfig):  # type: ignore[misc]  # see
 
     def check_evaluation(self) -> None:
         """Raises `ConfigError` unless evaluation batches hold whole groups, as those do that count prompts."""
-
-    def _check_choices(self, choices: dict[str, tuple[Any, ...]]) -> None:
-        """Raises `ConfigError` for an option that is none of its choices."""
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(f"`{name}` must be one of {', '.join(allowed)} (got {value!r}).")

@@ -8,13 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from trl.errors import ConfigError
 from trl.functional.advantages import rank_pairs, weighted_sum
-from trl.functional.preference import pair_losses
+from trl.functional.preference import Completions, PairOptions, Pairs, ranked_pair_losses
 from trl.functional.reduce import segment_sum
 from trl.models.forward import TokenLogps
-from trl.models.load import load_policy
-from trl.models.reference import frozen
 from trl.rewards.scorer import RewardSource
 from trl.trainer.base import Mode, default_output_dir, refuse_unsupported
 from trl.trainer.online_dpo_config import OnlineDPOConfig
@@ -69,9 +66,7 @@ class OnlineDPOTrainer(RewardedTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             quantization_config=quantization_config,
         )
-        if ref_model is not None and ref_model is model and not isinstance(model, str):
-            raise ConfigError("`ref_model` is the model that is trained: leave it out, and a copy is made.")
-        self._given_reference = ref_model
+        self.given_reference = ref_model
         self._warned_cut = False
         args = args or OnlineDPOConfig(output_dir=default_output_dir(model, "OnlineDPO"))
         super().__init__(
@@ -85,23 +80,6 @@ class OnlineDPOTrainer(RewardedTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-
-    def make_reference(self, policy: PreTrainedModel) -> PreTrainedModel | None:
-        """The reference model that was given, or a copy of the policy as it is now."""
-        given = self._given_reference
-        if given is None:
-            return super().make_reference(policy)
-        if isinstance(given, str):
-            kwargs = self.args.model_init_kwargs
-            assert not isinstance(kwargs, str)  # the config made a dict of it
-            given = load_policy(given, kwargs, self.args.trust_remote_code)
-        own, other = (model.config.get_text_config().vocab_size for model in (policy, given))
-        if own != other:
-            raise ConfigError(
-                f"`ref_model` must have the vocabulary of `model` (got {other} and {own} tokens): it is to score the "
-                "same completions."
-            )
-        return frozen(given).to(self.accelerator.device)
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Token ids of each row's prompt; of one too long for `max_length`, the end."""
@@ -163,9 +141,10 @@ class OnlineDPOTrainer(RewardedTrainer):
         first, second = torch.argsort(batch.units, stable=True).to(batch.device).view(-1, 2).unbind(1)
         in_loss = segment_sum(batch.loss_mask.to(log_ratios), seq_of_token, count) > 0
         in_loss[first] = in_loss[second] = in_loss[first] | in_loss[second]
-        losses = pair_losses(
-            self.args.loss_type, log_ratios[first] - log_ratios[second], batch.advantages[first], self.beta
-        )
+        # Lengths of one: here IPO, too, is a loss of sums over tokens.
+        completions = Completions(log_ratios, torch.ones_like(log_ratios))
+        pairs = Pairs(completions.select(first), completions.select(second))
+        losses = ranked_pair_losses(self.args.loss_type, pairs, batch.advantages[first], PairOptions(self.beta))
         self._record(out, batch, log_ratios.detach(), in_loss, mode)
         return (losses * in_loss[first]).sum() / (batch.norm.sequences / 2)
 

@@ -1,7 +1,6 @@
 """What the trainers share that reinforce completions by advantages: GRPO and RLOO."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +11,10 @@ from trl.functional.importance import sampler_correction
 from trl.functional.reduce import kl_k3
 from trl.models.forward import TokenLogps
 from trl.trainer.base import Mode
-from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.online import Samples
 from trl.trainer.policy_gradient_config import PolicyGradientConfig
 from trl.trainer.rewarded import RewardedTrainer
 from trl.types import RolloutBatch, Sampling
-
-REFERENCE_FILE = "reference_model.pt"
 
 
 class PolicyGradientTrainer(RewardedTrainer):
@@ -30,14 +26,11 @@ class PolicyGradientTrainer(RewardedTrainer):
         super().__init__(model, args, **parts)
         if self.corrects_sampler:
             _warn_of_truncated_sampling(self.sampling)
-        self.balance_coef = _balance_coef(self.model, args)
 
-    def make_reference(self, policy: PreTrainedModel) -> PreTrainedModel | None:
-        """The reference model; it follows the policy, where it is to."""
-        reference = super().make_reference(policy)
-        if self.args.sync_ref_model and reference is not None:
-            self.add_callback(SyncRefModelCallback(reference, self.accelerator))
-        return reference
+    @property
+    def reference_moves(self) -> bool:
+        """Whether the reference model follows the policy."""
+        return self.args.sync_ref_model
 
     def score(self, batch: RolloutBatch, samples: Samples, mode: Mode) -> dict[str, list[Any]]:
         """Rewards and advantages; completions that were cut off leave the loss here, where they are to."""
@@ -104,22 +97,6 @@ class PolicyGradientTrainer(RewardedTrainer):
         metrics.bound("sampling/importance_sampling_ratio/min", "min", ratio)
         metrics.bound("sampling/importance_sampling_ratio/max", "max", ratio)
 
-    # ---- the loss ----
-
-    def forward_logps(self, model: torch.nn.Module, batch: RolloutBatch) -> TokenLogps:
-        """The log-probs to be trained, with the balance loss of a mixture of experts where it counts."""
-        return self.token_logps(model, batch, **({"with_aux_loss": True} if self.balance_coef else {}))
-
-    def with_balance_loss(self, loss: Tensor, out: TokenLogps, batch: RolloutBatch, mode: Mode) -> Tensor:
-        """The loss, plus this micro-batch's share of a mixture of experts' balance loss."""
-        if out.aux_loss is None:
-            return loss
-        assert batch.norm is not None
-        # A repeated sequence that only keeps processes in step has no loss token, and counts for nothing here too.
-        counted = torch.bincount(batch.seq_of_token[batch.loss_mask], minlength=1).count_nonzero()
-        self.metrics[mode].mean("aux_loss", out.aux_loss)
-        return loss + self.balance_coef * out.aux_loss * counted / batch.norm.sequences
-
     # ---- metrics ----
 
     def record_rewards(self, rewards: Tensor, group_std: Tensor, mode: Mode) -> None:
@@ -155,18 +132,6 @@ class PolicyGradientTrainer(RewardedTrainer):
         metrics.bound("clip_ratio/low_min", "min", low.mean())
         metrics.bound("clip_ratio/high_max", "max", high.mean())
 
-    # ---- what a checkpoint holds ----
-
-    def save_shared_state(self, folder: Path) -> None:
-        """The reference model, where it moves."""
-        if self.args.sync_ref_model and self.ref_model is not None:
-            torch.save(self.ref_model.state_dict(), folder / REFERENCE_FILE)
-
-    def load_shared_state(self, folder: Path) -> None:
-        """The reference model as it was."""
-        if self.args.sync_ref_model and self.ref_model is not None and (folder / REFERENCE_FILE).is_file():
-            self.ref_model.load_state_dict(torch.load(folder / REFERENCE_FILE, map_location="cpu", weights_only=True))
-
 
 def _warn_of_truncated_sampling(sampling: Sampling) -> None:
     """The sampler's log-probs are those after truncation, the trainer's of the whole distribution."""
@@ -180,12 +145,3 @@ def _warn_of_truncated_sampling(sampling: Sampling) -> None:
             "`vllm_importance_sampling_correction=False`.",
             stacklevel=4,
         )
-
-
-def _balance_coef(model: PreTrainedModel, args: PolicyGradientConfig) -> float:
-    """The weight of a mixture-of-experts model's balance loss; 0 for other models."""
-    config = model.config.get_text_config().to_dict()
-    if "router_aux_loss_coef" not in config:
-        return 0.0
-    given = args.router_aux_loss_coef
-    return float(config["router_aux_loss_coef"] if given is None else given)
