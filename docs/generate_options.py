@@ -15,11 +15,14 @@ from typing import Any
 from trl.cli.values import describe, value_type
 from trl.trainer.arguments import (
     DistillationArguments,
+    DPOArguments,
     GRPOArguments,
+    KTOArguments,
     OnlineDPOArguments,
     RLOOArguments,
     SamplerCorrectionArguments,
     ServerDistillationArguments,
+    SFTArguments,
     VLLMArguments,
 )
 
@@ -49,6 +52,9 @@ class Table:
 
 DOCS = Path(__file__).parent
 PAGES = {
+    "sft.md": [Table(SFTArguments)],
+    "dpo.md": [Table(DPOArguments)],
+    "kto.md": [Table(KTOArguments)],
     "grpo.md": [Table(GRPOArguments)],
     "rloo.md": [Table(RLOOArguments)],
     "online_dpo.md": [Table(OnlineDPOArguments)],
@@ -108,6 +114,12 @@ def note_of(arguments: type, name: str) -> str | None:
     return own[0] if own else NOTES.get(name)
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of an option, also of one that is made anew for each config."""
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
+
+
 def options_table(table: Table) -> str:
     """The options as Markdown: for each group a heading and a table."""
     hints = typing.get_type_hints(table.arguments)
@@ -123,7 +135,7 @@ def options_table(table: Table) -> str:
         for field in fields:
             meaning = " ".join(filter(None, (field.metadata["help"], note_of(table.arguments, field.name))))
             takes = describe(value_type(hints[field.name])).replace(" (JSON on the command line)", "")
-            cells = [f"`{field.name}`", takes, f"`{field.default!r}`", meaning]
+            cells = [f"`{field.name}`", takes, f"`{default_of(field)!r}`", meaning]
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
