@@ -48,6 +48,11 @@ class TrainerConfig(BaseArguments, TrainingArguments):  # type: ignore[misc]  # 
             self.dataloader_pin_memory = False
         super().__post_init__()
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss looks at a reference model."""
+        return False
+
     def _check_choices(self, choices: dict[str, tuple[Any, ...]]) -> None:
         """Raises `ConfigError` for an option that is none of its choices."""
         for name, allowed in choices.items():

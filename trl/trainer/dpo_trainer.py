@@ -9,13 +9,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from trl.data.preference_rows import prepare_preference_dataset
 from trl.functional.preference import Completions, Pairs, mixture, scale_tails, wpo_weights
-from trl.functional.reduce import segment_mean, segment_sum
+from trl.functional.reduce import segment_sum
 from trl.models.forward import TokenLogps
 from trl.rollout.collate import Example
 from trl.trainer.base import Mode, default_output_dir, refuse_unsupported
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.offline import Rows
-from trl.trainer.preference import REFERENCE_LOGPS, PreferenceTrainer, record_choice
+from trl.trainer.preference import REFERENCE_LOGPS, PreferenceTrainer
 from trl.types import Normalizer, RolloutBatch
 
 
@@ -39,6 +39,7 @@ class DPOTrainer(PreferenceTrainer):
 
     args: DPOConfig
     columns = ("prompt_ids", "chosen_ids", "rejected_ids", REFERENCE_LOGPS)
+    prepare_rows = staticmethod(prepare_preference_dataset)
 
     def __init__(
         self,
@@ -71,18 +72,6 @@ class DPOTrainer(PreferenceTrainer):
             eval_dataset=eval_dataset,
             callbacks=callbacks,
             optimizers=optimizers,
-        )
-
-    def prepare_dataset(self, dataset: Any, mode: Mode) -> Any:
-        """Rows of the token ids of a prompt and its two completions."""
-        return prepare_preference_dataset(
-            dataset,
-            self.processing_class,
-            chat_template_kwargs=self.args.chat_template_kwargs,  # type: ignore[arg-type]  # the config made a dict
-            max_length=self.args.max_length,
-            truncation_mode=self.args.truncation_mode,
-            num_proc=self.args.dataset_num_proc,
-            desc=f"tokens of the {mode} dataset",
         )
 
     def examples(self, rows: Rows) -> list[Example]:
@@ -135,13 +124,9 @@ class DPOTrainer(PreferenceTrainer):
         self._chosen_tokens["train"] = total / self.processes.count
         return super()._normalizer(batches)
 
-    def prediction_step(  # type: ignore[override]  # a batch is rows here
-        self, model: nn.Module, inputs: Rows, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor, None, None]:
-        """The loss of these rows."""
-        rows = inputs[: max(self.new_rows(inputs), 1)]
-        self._chosen_tokens["eval"] = float(sum(len(row["chosen_ids"]) for row in rows))
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+    def _eval_normalizer(self, batch: RolloutBatch) -> Normalizer:
+        self._chosen_tokens["eval"] = float(batch.completion_lengths[::2].sum())
+        return super()._eval_normalizer(batch)
 
     def _mean_chosen_length(self, norm: Normalizer, mode: Mode) -> float:
         """Mean length of the chosen completions of the optimizer step: with it `sft` weighs their tokens alike."""
@@ -151,27 +136,9 @@ class DPOTrainer(PreferenceTrainer):
     def _record(
         self, out: TokenLogps, batch: RolloutBatch, log_ratios: Tensor, chosen: Tensor, rejected: Tensor, mode: Mode
     ) -> None:
-        metrics, mask, seq_of_token, count = (
-            self.metrics[mode],
-            batch.loss_mask,
-            batch.seq_of_token,
-            batch.num_sequences,
-        )
-        is_chosen = torch.zeros(count, dtype=torch.bool, device=batch.device)
-        is_chosen[chosen] = True
-        rewards = self.args.beta * log_ratios
-        in_loss = torch.cat([chosen, rejected])
-        record_choice(
-            self,
-            mode,
-            rewards=rewards[in_loss],
-            logps=segment_sum(out.logps * mask, seq_of_token, count)[in_loss],
-            mean_logits=segment_mean(out.statistics["mean_logits"], mask, seq_of_token, count)[in_loss],
-            chosen=is_chosen[in_loss],
-            lengths=segment_sum(mask.to(out.logps), seq_of_token, count)[in_loss],
-        )
+        self.record_choice(out, batch, log_ratios, chosen, rejected, mode)
+        metrics, rewards = self.metrics[mode], self.args.beta * log_ratios
         metrics.mean("rewards/accuracies", (rewards[chosen] > rewards[rejected]).double())
         metrics.mean("rewards/margins", rewards[chosen] - rewards[rejected])
-        metrics.ratio("entropy", (out.entropies * mask).sum(), mask.sum())
-        of_chosen = mask & is_chosen[seq_of_token]
+        of_chosen = batch.loss_mask & torch.isin(batch.seq_of_token, chosen)
         metrics.ratio("mean_token_accuracy", (out.statistics["is_top1"] * of_chosen).sum(), of_chosen.sum())

@@ -16,7 +16,7 @@ from trl.models.forward import TokenLogps, supports_packing, token_logps
 from trl.models.load import load_policy
 from trl.models.reference import frozen, frozen_copy
 from trl.rollout.micro_batch import pieces, split
-from trl.trainer.base import BaseTrainer, Mode
+from trl.trainer.base import BaseTrainer, Mode, log_prefix
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.memory import MemoryGuard
 from trl.types import RolloutBatch
@@ -45,10 +45,13 @@ class FlatBatchTrainer(BaseTrainer):
     def active_sequences(self, batch: RolloutBatch) -> Tensor:
         """`[N]` bool, on the CPU: sequences with a term of the loss that is not zero, and the others of their unit."""
         units = batch.units
-        tokens = torch.zeros(int(units.max()) + 1, dtype=torch.long).index_add(
-            0, units[batch.seq_of_token.cpu()], batch.loss_mask.long().cpu()
-        )
-        return tokens[units] > 0
+        unit_of_token = torch.repeat_interleave(units, batch.completion_lengths)
+        tokens = torch.zeros(int(units.max()) + 1, dtype=torch.long)
+        return tokens.index_add(0, unit_of_token, batch.loss_mask.long().cpu())[units] > 0
+
+    def eval_weight(self, batch: RolloutBatch) -> float:
+        """How much the loss of an evaluation batch counts beside others': its sequences."""
+        return float(batch.num_sequences)
 
     # ---- the models beside the policy ----
 
@@ -161,6 +164,11 @@ class FlatBatchTrainer(BaseTrainer):
         model.train(training)
         return TokenLogps(logps, entropies)
 
+    def add_reference_logps(self, batch: RolloutBatch) -> None:
+        """Adds the reference model's log-probs, where the loss needs them and they are not there yet."""
+        if self.ref_model is not None and batch.ref_logps is None:
+            batch.ref_logps = self.frozen_logps(self.ref_model, batch).logps
+
     @property
     def forward_rows(self) -> int | None:
         """Sequences of one forward pass without a token budget; None for all of a batch."""
@@ -211,3 +219,9 @@ class FlatBatchTrainer(BaseTrainer):
 
     def on_gradients_complete(self) -> None:
         """Called once per optimizer step, when its last micro-step is done."""
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Logs with the metrics gathered, and the number of tokens so far."""
+        if log_prefix(logs) is None:
+            logs["num_tokens"] = self.state.num_input_tokens_seen
+        super().log(logs, start_time)

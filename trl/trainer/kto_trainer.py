@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from trl.data.preference_rows import prepare_unpaired_dataset
-from trl.functional.reduce import segment_mean, segment_sum
+from trl.functional.reduce import segment_sum
 from trl.functional.unpaired import Judged, unpaired_losses
 from trl.rollout.collate import Example
 from trl.trainer.base import Mode, default_output_dir, refuse_unsupported
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.offline import Rows
-from trl.trainer.preference import REFERENCE_LOGPS, PreferenceTrainer, record_choice
+from trl.trainer.preference import REFERENCE_LOGPS, PreferenceTrainer
 from trl.types import RolloutBatch
 
 
@@ -36,6 +36,7 @@ class KTOTrainer(PreferenceTrainer):
 
     args: KTOConfig
     columns = ("prompt_ids", "completion_ids", "label", REFERENCE_LOGPS)
+    prepare_rows = staticmethod(prepare_unpaired_dataset)
 
     def __init__(
         self,
@@ -67,18 +68,6 @@ class KTOTrainer(PreferenceTrainer):
             eval_dataset=eval_dataset,
             callbacks=callbacks,
             optimizers=optimizers,
-        )
-
-    def prepare_dataset(self, dataset: Any, mode: Mode) -> Any:
-        """Rows of the token ids of a prompt and its completion."""
-        return prepare_unpaired_dataset(
-            dataset,
-            self.processing_class,
-            chat_template_kwargs=self.args.chat_template_kwargs,  # type: ignore[arg-type]  # the config made a dict
-            max_length=self.args.max_length,
-            truncation_mode=self.args.truncation_mode,
-            num_proc=self.args.dataset_num_proc,
-            desc=f"tokens of the {mode} dataset",
         )
 
     @property
@@ -120,19 +109,9 @@ class KTOTrainer(PreferenceTrainer):
         kl = None if batch.scores is None else batch.scores[0]
         losses = unpaired_losses(self.args.loss_type, Judged(log_ratios, desirable, kl), self.args.unpaired_options)
         # A repeated sequence that only keeps processes in step has no loss token.
-        lengths = segment_sum(mask.to(losses), seq_of_token, count)
-        real = lengths > 0
-        with torch.no_grad():
-            record_choice(
-                self,
-                mode,
-                rewards=(self.args.beta * log_ratios)[real],
-                logps=segment_sum(out.logps * mask, seq_of_token, count)[real],
-                mean_logits=segment_mean(out.statistics["mean_logits"], mask, seq_of_token, count)[real],
-                chosen=desirable[real],
-                lengths=lengths[real],
-            )
-            self.metrics[mode].ratio("entropy", (out.entropies * mask).sum(), mask.sum())
+        real = segment_sum(mask.to(losses), seq_of_token, count) > 0
+        chosen, rejected = (torch.nonzero(real & kind).flatten() for kind in (desirable, ~desirable))
+        self.record_choice(out, batch, log_ratios.detach(), chosen, rejected, mode)
         return self.with_balance_loss((losses * real).sum() / batch.norm.sequences, out, batch, mode)
 
 

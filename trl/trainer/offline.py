@@ -1,7 +1,7 @@
 """The trainer of methods on fixed data: rows made tokens once, then flat batches of them.
 
-A method brings `prepare_dataset` (rows to token ids), `collate` (rows to a flat batch) and `loss` (what a micro-batch
-adds).
+A method brings `prepare_dataset` (rows to token ids), `examples` (what is learnt from some rows) and `loss` (what a
+micro-batch adds).
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from trl.data.formats import get_dataset_column_names
 from trl.errors import ConfigError, NotSupportedError
 from trl.models.offload import get_act_offloading_ctx_manager
 from trl.rollout.collate import Example, collate_examples
-from trl.trainer.base import Mode, log_prefix
+from trl.trainer.base import Mode
 from trl.trainer.flat_batches import FlatBatchTrainer
 from trl.trainer.memory import MemoryGuard
 from trl.trainer.metrics import Metrics
@@ -135,6 +135,10 @@ class OfflineTrainer(FlatBatchTrainer):
         world = self.processes.count
         return Normalizer(sequences / world, tokens / world, tokens / world, max_length=0)
 
+    def _eval_normalizer(self, batch: RolloutBatch) -> Normalizer:
+        tokens = float(batch.loss_mask.sum())
+        return Normalizer(float(batch.num_sequences), tokens, tokens, max_length=0)
+
     def saved_activations(self) -> AbstractContextManager:
         """Where activations wait for the backward pass: on the CPU, where they are to."""
         if not self.args.activation_offloading:
@@ -151,15 +155,6 @@ class OfflineTrainer(FlatBatchTrainer):
         self.add_reference_logps(inputs)
         return inputs
 
-    def add_reference_logps(self, batch: RolloutBatch) -> None:
-        """Adds the reference model's log-probs, where the loss needs them and they are not there yet."""
-        if self.ref_model is not None and batch.ref_logps is None:
-            batch.ref_logps = self.frozen_logps(self.ref_model, batch).logps
-
-    def eval_weight(self, batch: RolloutBatch) -> float:
-        """How much the loss of an evaluation batch counts beside others': its sequences."""
-        return float(batch.num_sequences)
-
     def prediction_step(  # type: ignore[override]  # a batch is rows here
         self, model: nn.Module, inputs: Rows, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
@@ -170,8 +165,7 @@ class OfflineTrainer(FlatBatchTrainer):
             self.metrics["eval"] = Metrics()  # all processes compute, and what this one gets is forgotten
         batch = self.collate(inputs[: max(count, 1)])
         self.add_reference_logps(batch)
-        tokens = float(batch.loss_mask.sum())
-        batch.norm = Normalizer(float(batch.num_sequences), tokens, tokens, max_length=0)
+        batch.norm = self._eval_normalizer(batch)
         total = torch.zeros((), device=batch.device)
         with self.memory.phase("score"), torch.no_grad(), self.compute_loss_context_manager():
             for micro_batch in self.micro_batches(batch, torch.ones(batch.num_sequences, dtype=torch.bool)):
@@ -180,12 +174,6 @@ class OfflineTrainer(FlatBatchTrainer):
         self.metrics["eval"].mean("loss", total, weights=self.eval_weight(batch))
         self.metrics["eval"] = gathered
         return total, None, None
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Logs with the metrics gathered, and the number of tokens so far."""
-        if log_prefix(logs) is None:
-            logs["num_tokens"] = self.state.num_input_tokens_seen
-        super().log(logs, start_time)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = list(self.columns)  # type: ignore[assignment]

@@ -36,8 +36,3 @@ class OfflineConfig(OfflineArguments, TrainerConfig):  # type: ignore[misc]  # s
             raise ConfigError(
                 "`auto_find_batch_size` is not needed: `max_tokens_per_micro_batch` bounds what a forward pass takes."
             )
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss looks at a reference model."""
-        return False

@@ -130,10 +130,6 @@ class OnlineTrainer(GroupLoaders):
         """
         return {}
 
-    def eval_weight(self, batch: RolloutBatch) -> float:
-        """How much the loss of an evaluation batch counts beside others': its sequences."""
-        return float(batch.num_sequences)
-
     @property
     def needs_sampling_logps(self) -> bool:
         """Whether the engine's log-probs are looked at: they cost it time."""
@@ -219,8 +215,7 @@ class OnlineTrainer(GroupLoaders):
         """Adds the old and the reference log-probs, where the loss needs them and they are not there yet."""
         if old and batch.old_logps is None:
             batch.old_logps = self.frozen_logps(self.model, batch).logps
-        if self.ref_model is not None and batch.ref_logps is None:
-            batch.ref_logps = self.frozen_logps(self.ref_model, batch).logps
+        self.add_reference_logps(batch)
 
     @property
     def forward_rows(self) -> int:
@@ -241,10 +236,8 @@ class OnlineTrainer(GroupLoaders):
         return encoded
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Logs with the metrics gathered, the token count, and the table of completions."""
+        """Also logs the table of completions."""
         prefix = log_prefix(logs)
-        if prefix is None:
-            logs["num_tokens"] = self.state.num_input_tokens_seen
         super().log(logs, start_time)
         if not self.args.log_completions:
             return

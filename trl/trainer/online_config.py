@@ -62,11 +62,6 @@ class OnlineConfig(OnlineArguments, TrainerConfig):  # type: ignore[misc]  # see
         """Most tokens of one completion."""
         return int(getattr(self, self.length_option))
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss looks at a reference model."""
-        return False
-
     def frozen_bytes(self, policy_bytes: int) -> int:
         """What the weights of the models beside the policy take, as far as the options tell."""
         return policy_bytes if self.needs_reference else 0

@@ -123,9 +123,8 @@ class PolicyGradientTrainer(RewardedTrainer):
             ratio, advantages: of every loss token, or of every sequence where the ratio is that of sequences.
         """
         metrics, args = self.metrics[mode], self.args
-        upper = args.epsilon if args.epsilon_high is None else args.epsilon_high
         low = ((ratio < 1 - args.epsilon) & (advantages < 0)).double()
-        high = ((ratio > 1 + upper) & (advantages > 0)).double()
+        high = ((ratio > 1 + args.upper_clip) & (advantages > 0)).double()
         for name, hit in (("low_mean", low), ("high_mean", high), ("region_mean", low + high)):
             metrics.mean(f"clip_ratio/{name}", hit)
         # The mean over no token is NaN, which does not count.

@@ -45,6 +45,11 @@ class PolicyGradientConfig(PolicyGradientArguments, OnlineConfig):  # type: igno
         """Whether the loss looks at a reference model."""
         return self.beta != 0.0
 
+    @property
+    def upper_clip(self) -> float:
+        """How far the ratio may rise above 1."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
     def check_evaluation(self) -> None:
         """Raises `ConfigError` unless evaluation batches hold whole groups."""
         check_eval_batch(self, self.group_plan.eval_group_size)

@@ -1,7 +1,7 @@
 """What the trainers share that hold a policy to a reference on fixed data: DPO and KTO."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.errors import ConfigError
+from trl.functional.reduce import segment_mean, segment_sum
+from trl.models.forward import TokenLogps
 from trl.trainer.base import Mode
 from trl.trainer.offline import OfflineTrainer, Rows
 from trl.trainer.prompt_datasets import is_stream
@@ -20,6 +22,21 @@ REFERENCE_LOGPS = "ref_logps"
 
 class PreferenceTrainer(OfflineTrainer):
     """An `OfflineTrainer` whose reference model may have scored the data beforehand."""
+
+    prepare_rows: Callable[..., Any]
+    """From rows to those with `self.columns`."""
+
+    def prepare_dataset(self, dataset: Any, mode: Mode) -> Any:
+        """Rows of the token ids of prompts and completions."""
+        return self.prepare_rows(
+            dataset,
+            self.processing_class,
+            chat_template_kwargs=self.args.chat_template_kwargs,
+            max_length=self.args.max_length,
+            truncation_mode=self.args.truncation_mode,
+            num_proc=self.args.dataset_num_proc,
+            desc=f"tokens of the {mode} dataset",
+        )
 
     def prepare_models(self, policy: PreTrainedModel) -> None:
         """The reference model; once it has scored the data, where it is to, it is given up."""
@@ -50,6 +67,29 @@ class PreferenceTrainer(OfflineTrainer):
             told = [logp for row in rows for logp in row[REFERENCE_LOGPS]]
             batch.ref_logps = torch.tensor(told, dtype=torch.float32, device=batch.device)
 
+    @torch.no_grad()
+    def record_choice(
+        self, out: TokenLogps, batch: RolloutBatch, log_ratios: Tensor, chosen: Tensor, rejected: Tensor, mode: Mode
+    ) -> None:
+        """Records entropy, and apart for chosen and rejected completions implicit rewards, log-probs and logits.
+
+        Args:
+            out: with `mean_logits`, which are averaged over tokens.
+            log_ratios: `[N]` of whole completions.
+            chosen, rejected: indices of sequences in the loss.
+        """
+        metrics, mask = self.metrics[mode], batch.loss_mask
+        per_sequence = batch.seq_of_token, batch.num_sequences
+        rewards = self.args.beta * log_ratios
+        logps = segment_sum(out.logps * mask, *per_sequence)
+        mean_logits = segment_mean(out.statistics["mean_logits"], mask, *per_sequence)
+        lengths = segment_sum(mask.to(out.logps), *per_sequence)
+        for name, which in (("chosen", chosen), ("rejected", rejected)):
+            metrics.mean(f"rewards/{name}", rewards[which])
+            metrics.mean(f"logps/{name}", logps[which])
+            metrics.mean(f"logits/{name}", mean_logits[which], weights=lengths[which])
+        metrics.ratio("entropy", (out.entropies * mask).sum(), mask.sum())
+
     def _scored(self, dataset: Any) -> Any:
         """The dataset with the reference's log-probs; from the cache, where this model has scored these rows."""
         if is_stream(dataset):
@@ -62,7 +102,7 @@ class PreferenceTrainer(OfflineTrainer):
             rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
             batch = self.collate(rows)
             logps = self.frozen_logps(model, batch).logps.cpu()
-            counts = [sum(len(e.completion_ids) for e in self.examples([row])) for row in rows]
+            counts = batch.completion_lengths.view(len(rows), -1).sum(1).tolist()
             return {REFERENCE_LOGPS: [part.tolist() for part in logps.split(counts)]}
 
         args = self.args
@@ -78,28 +118,3 @@ def weights_hash(weights: Iterable[nn.Parameter]) -> str:
     for weight in weights:
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def record_choice(
-    trainer: OfflineTrainer,
-    mode: Mode,
-    *,
-    rewards: Tensor,
-    logps: Tensor,
-    mean_logits: Tensor,
-    chosen: Tensor,
-    lengths: Tensor | None = None,
-) -> None:
-    """Records means of implicit rewards, log-probs and logits, apart for chosen and rejected completions.
-
-    Args:
-        rewards, logps: `[N]` of whole completions.
-        mean_logits: `[N]` mean over the tokens of a completion of the mean logit.
-        chosen: `[N]` bool.
-        lengths: `[N]` loss tokens of each: with them the logits are averaged over tokens, else over completions.
-    """
-    metrics = trainer.metrics[mode]
-    for name, which in (("chosen", chosen), ("rejected", ~chosen)):
-        metrics.mean(f"rewards/{name}", rewards[which])
-        metrics.mean(f"logps/{name}", logps[which])
-        metrics.mean(f"logits/{name}", mean_logits[which], weights=None if lengths is None else lengths[which])

@@ -95,8 +95,7 @@ class RLOOTrainer(PolicyGradientTrainer):
         out = self.forward_logps(model, batch)
         old_logps = out.logps.detach() if batch.old_logps is None else batch.old_logps
         ratio = sequence_ratio(out.logps - old_logps, batch.loss_mask, seq_of_token, count)
-        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        terms = clipped_surrogate(ratio, batch.advantages, args.epsilon, high)
+        terms = clipped_surrogate(ratio, batch.advantages, args.epsilon, args.upper_clip)
         if batch.correction is not None:
             terms = terms * of_sequence(batch.correction, seq_of_token, count)
         # A sequence that takes no part has the ratio 1 and no gradient; its value would only blur the loss.
